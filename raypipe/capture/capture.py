@@ -26,8 +26,9 @@ from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError, nearest
 from raypipe.graph.dims import Dim, Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.operation_costs import short_name
-from raypipe.graph.operations import Operation, OperationGraph, Plain, TensorType, needed, selected
+from raypipe.graph.operations import Operation, OperationGraph, Plain, needed, selected
 from raypipe.graph.positions import CONSTANT, Dims, varying_dims
+from raypipe.graph.shared_heads import sharing_heads
 
 AS_A_WHOLE = (
     "the model runs as it is, as one stage: it cannot be captured, so it is not cut into several, and B computes all "
@@ -332,9 +333,7 @@ def check_sizes(graph: OperationGraph) -> None:
 # for any batch and for all shorter lengths; ``OperationGraph.at_most`` keeps longer ones away. An additive mask must be
 # exactly 0 where it shows, and -inf or the dtype's lowest value where it hides: in a causal row that always shows its
 # own position, both give a weight of exactly 0.
-#
-# With a mask, transformers also copies keys and values for each head of queries that shares them. Without one, kernels
-# read shared ones as they are, which also makes less to keep for the backward, and less to gather over copies.
+# Without one, kernels also read heads that queries share as they are (``graph/shared_heads.py``).
 
 
 MASKS = 64
@@ -364,51 +363,11 @@ def replace_masks(captured: Captured, notify: Notify) -> Captured:
         lengths = (_length(graph, operation.args[0]), _length(graph, operation.args[1]))
         if kind is None or kinds[mask] == "other" or (kinds[mask] == "causal" and lengths != kind.shape[-2:]):
             continue
-        operations[number] = _sharing_heads(graph, operation.without_mask(kinds[mask] == "causal"))
+        operations[number] = sharing_heads(graph, operation.without_mask(kinds[mask] == "causal"))
         at_most |= {s: graph.example[s] for dim in kind.shape[-2:] for s in symbols(dim) if s in graph.example}
     plain = replace(graph, operations=tuple(operations), at_most=at_most)
     plain = selected(plain, sorted(needed(plain)))
     return Captured(plain, {name: value for name, value in captured.values.items() if name in plain.sources})
-
-
-def _sharing_heads(graph: OperationGraph, attention: Operation) -> Operation:
-    """Return the same attention of keys and values that no operation has copied for the heads that share them."""
-    query, *pair = attention.args[:3]
-    alone = [_before_copies(graph, one.get("op")) for one in pair]
-    if None in alone:
-        return attention
-    args = (query, *({"op": number} for number in alone), *attention.args[3:])
-    return replace(attention, args=args, kwargs={**attention.kwargs, "enable_gqa": True})
-
-
-def _before_copies(graph: OperationGraph, number: int | None) -> int | None:
-    """Return the ``[batch, heads, positions, width]`` of which an operation's result has every head several times.
-
-    None if it is not made by expanding a new third dimension and joining that to the heads.
-    """
-
-    def read_by(number: int) -> int | None:
-        return next(iter(graph.operations[number].inputs), None)
-
-    kinds: list[TensorType | None] = []
-    for names in ({"reshape", "view", "_unsafe_view"}, {"expand"}, {"unsqueeze"}):
-        while number is not None and short_name(graph.operations[number].target) in ("slice", "clone", "contiguous"):
-            before = read_by(number)  # [:, :, None, :, :] has slices of all there is
-            if before is None or graph.operations[before].type != graph.operations[number].type:
-                return None
-            number = before
-        if number is None or short_name(graph.operations[number].target) not in names:
-            return None
-        kinds.append(graph.operations[number].type)
-        number = read_by(number)
-    shapes = [kind.shape for kind in (*kinds, None if number is None else graph.type_of(number)) if kind is not None]
-    if len(shapes) < 4 or len(shapes[1]) != 5 or len(shapes[3]) != 4:
-        return None
-    (batch, heads, *rest), copies = shapes[3], shapes[1][2]
-    if not (isinstance(heads, int) and isinstance(copies, int)):
-        return None
-    wanted = [(batch, heads * copies, *rest), (batch, heads, copies, *rest), (batch, heads, 1, *rest)]
-    return number if [*shapes[:3]] == wanted else None
 
 
 def _length(graph: OperationGraph, given: Plain) -> Dim | None:

@@ -353,7 +353,7 @@ class FlowReader:
         """The same of attention."""
         if operation.mask is not None or not operation.causal:
             return "its attention is not causal, or has a mask of values"
-        rows = all(len(k.shape) == 4 and k.shape[2] == self.length for k in operands)
+        rows = all(len(k.shape) == 4 and k.shape[2] == self.length for k in operands[:3])
         return None if rows else "its queries and keys are not [samples, heads, sequence, width]"
 
     def kinds(self, value: Plain) -> list[TensorType]:

@@ -59,19 +59,21 @@ def with_rows(job: Mapping[str, Any]) -> Mapping[str, Any]:
         return job
     tokens: int = train["tokens_per_step"]
     parallel = parallel if isinstance(parallel, Mapping) else {"auto": parallel == "auto"}
-    stages, copies, each = (parallel.get(key, 1) for key in ("stages", "replicas", "microbatch"))
+    stages, copies, each, together = (parallel.get(key, 1) for key in ("stages", "replicas", "microbatch", "context"))
     row: Any = train.get("microbatch_tokens", "auto")
     rows: Any = train.get("batch")
-    if not all(map(_count, (stages, copies, each))) or not (row == "auto" or _count(row)):
+    if not all(map(_count, (stages, copies, each, together))) or not (row == "auto" or _count(row)):
         return job
-    unit = copies * each
+    unit = max(1, copies // together) * each
     if rows is None and row == "auto":
         rows = PLANNED_ROWS if parallel.get("auto") else PER_STAGE * stages
         rows = -(-rows // each) * unit if not parallel.get("auto") else -(-rows // unit) * unit
     elif rows is None:
         rows = -(-rows_needed(tokens, row) // unit) * unit
     if row == "auto" and _count(rows):
-        row = min(tokens, -(-2 * tokens // (rows + 1)))
+        row = -(-2 * tokens // (rows + 1))
+        parts = 2 * together if together > 1 else 1  # into which copies divide rows
+        row = min(tokens, -(-row // parts) * parts)
     return {**job, "train": {**train, "batch": rows, "microbatch_tokens": row}}
 
 

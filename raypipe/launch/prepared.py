@@ -152,14 +152,18 @@ def check_slices(
     key, parts = ("context", "parts") if parallel.context > 1 else ("slices", "slices")
     if parallel.slices == parallel.context == 1:
         return
-    from raypipe.data import open_data
+    from raypipe.data import open_data, token_budget
     from raypipe.runtime.executor.metrics import validation_metrics
 
     if parallel.context > 1:
         model.chunk_lengths(parallel.context)
     else:
         model.slice_lengths(parallel.slices)
-    if open_data(data, model.task).lengths("train", job.train.seed, 0, job.train.batch):
+    if model.packed and parallel.slices > 1:
+        why = "rows of several documents are not cut into slices"
+        raise SpecError("parallel.slices", why, "use slices: 1, or give each document a row of its own")
+    budget = token_budget(job, parallel.sample_copies, model)
+    if budget is None and open_data(data, model.task).lengths("train", job.train.seed, 0, job.train.batch):
         why = f"the samples differ in length, and {parts} of a micro-batch are of one length"
         raise SpecError(f"parallel.{key}", why, f"use {key}: 1, or samples of one length")
     if (validation or validation_metrics(job.train)) is not None:

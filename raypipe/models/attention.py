@@ -29,11 +29,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from raypipe.compat.attention import piece_attention, piece_gradients
 from raypipe.errors import RunError
@@ -100,6 +101,7 @@ def causal_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     dropped: Dropped | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for what runs of sequences, or for whole ones.
 
@@ -109,18 +111,25 @@ def causal_attention(
         scale: of the scores; by default 1 / sqrt(width).
         enable_gqa: whether several heads of queries share one of keys.
         dropped: what a part drops of its weights in training; None: nothing.
+        positions: ``[batch, positions]``, numbered within documents that do not see each other, where copies divide
+            rows of them; None: a row is one sequence.
     """
     run, chunks = current_slice(), current_chunks()
     if run is None and not chunks:
         assert dropped is None, "whole sequences have keyed_operations.keyed_attention"
+        assert positions is None, "whole rows have document_attention"
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(query.device.type):  # as it would for the kernel of the whole
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if run is None:
         masks = [_Masks.of(dropped, one) for one in chunks]
-        whole: Tensor = _DividedAttention.apply(query, key, value, scale, chunks, masks)  # type: ignore[no-untyped-call]
+        length = query.shape[2] // len(chunks)
+        spans = [_whole(one, length) for one in chunks] if positions is None else _spans_by(positions, chunks)
+        whole: Tensor = _DividedAttention.apply(query, key, value, scale, chunks, masks, spans)  # type: ignore[no-untyped-call]
         return whole
+    if positions is not None:
+        raise RunError("attention", "slices do not know where documents begin", "use parallel.slices: 1")
     if not torch.is_grad_enabled():  # they outlive this forward, and the tensor that they may be views of should not
         key, value = key.clone(), value.clone()
     made: Tensor = _SliceAttention.apply(query, key, value, scale, run, _Masks.of(dropped, run))  # type: ignore[no-untyped-call]
@@ -182,58 +191,154 @@ class _DividedAttention(torch.autograd.Function):
         scale: float | None,
         chunks: Sequence[SliceRun],
         masks: Sequence[_Masks | None],
+        spans: Sequence[Sequence[_OfRows]],
     ) -> Tensor:
         keys, values = _gathered(key, value)
-        found = [
-            _over_pieces(part, *_pieces(keys, values, one.number, part.shape[2], mask), scale, mask)
-            for part, one, mask in zip(query.chunk(2, 2), chunks, masks, strict=True)
-        ]
+        length = query.shape[2] // len(chunks)
+        found = []
+        for part, one, mask, own_spans in zip(query.chunk(2, 2), chunks, masks, spans, strict=True):
+            rows = []
+            for at, of_rows in own_spans:
+                made = []
+                for span in of_rows:
+                    own, earlier = span.pieces(keys[at], values[at], None if mask is None else length)
+                    total, lse = _over_pieces(span.of(part[at], one.first_position(length)), own, earlier, scale, mask)
+                    made.append((span.joined(total), span.joined(lse)))
+                rows.append([_cat(of, 2) for of in zip(*made, strict=True)])
+            found.append([_cat(of, 0) for of in zip(*rows, strict=True)])
         total, lse = (torch.cat(halves, 2) for halves in zip(*found, strict=True))
         ctx.save_for_backward(query, key, value, total, lse)
-        ctx.scale, ctx.chunks, ctx.masks = scale, chunks, masks
+        ctx.scale, ctx.chunks, ctx.masks, ctx.spans = scale, chunks, masks, spans
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, total, lse = ctx.saved_tensors
         keys, values = _gathered(key, value)
-        to_keys, to_values, to_queries = torch.zeros_like(keys), torch.zeros_like(values), []
-        halves = zip(*(x.chunk(2, 2) for x in (gradients[0], query, total, lse)), ctx.chunks, ctx.masks, strict=True)
-        for given, part, of_part, weights, one, mask in halves:
-            own, earlier = _pieces(keys, values, one.number, part.shape[2], mask)
-            to_query = torch.zeros_like(part)
-            end = one.number * part.shape[2]
-            for number, piece in [(one.number, own), *enumerate(earlier)]:
-                more, *to_piece = piece_gradients(
-                    given,
-                    part,
-                    piece.keys,
-                    piece.values,
-                    of_part.contiguous(),
-                    weights.contiguous(),
-                    piece is own,
-                    ctx.scale,
-                    _mask(mask, part, number),
-                )
-                to_query.add_(more)
-                begin = end if piece is own else number * part.shape[2]
-                for whole, found in zip((to_keys, to_values), to_piece, strict=True):
-                    whole.narrow(2, begin, found.shape[2]).add_(found)
-            to_queries.append(to_query)
+        length = query.shape[2] // len(ctx.chunks)
+        to_keys, to_values, to_query = torch.zeros_like(keys), torch.zeros_like(values), torch.zeros_like(query)
+        halves = zip(*(x.chunk(2, 2) for x in (gradients[0], query, total, lse, to_query)), strict=True)
+        for (*parts, to_part), one, mask, own_spans in zip(halves, ctx.chunks, ctx.masks, ctx.spans, strict=True):
+            first = one.first_position(length)
+            for at, of_rows in own_spans:
+                for span in of_rows:
+                    given, part, of_part, weights = (span.of(x[at], first) for x in parts)
+                    own, earlier = span.pieces(keys[at], values[at], None if mask is None else length)
+                    for number, piece in [(one.number, own), *enumerate(earlier)]:
+                        more, *to_piece = piece_gradients(
+                            given,
+                            part,
+                            piece.keys,
+                            piece.values,
+                            of_part.contiguous(),
+                            weights.contiguous(),
+                            piece is own,
+                            ctx.scale,
+                            _mask(mask, part, number),
+                        )
+                        to_part[at].narrow(2, span.begin - first, span.size).add_(span.joined(more))
+                        begin = span.begin if piece is own else span.first + number * piece.keys.shape[2]
+                        for whole, found in zip((to_keys, to_values), map(span.joined, to_piece), strict=True):
+                            whole[at].narrow(2, begin, found.shape[2]).add_(found)
         del keys, values, own, earlier, piece
-        return torch.cat(to_queries, 2), *_own_sums(to_keys, to_values), None, None, None
+        return to_query, *_own_sums(to_keys, to_values), None, None, None, None
 
 
-def _pieces(
-    keys: Tensor, values: Tensor, number: int, length: int, mask: _Masks | None
-) -> tuple[SliceCache, list[SliceCache]]:
-    """Return a chunk's own keys and values, and those before it: in one piece, unless masks are made chunk by chunk."""
-    own, each = number * length, length if mask is not None else number * length
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return ``torch.cat(parts, dim)``, which one alone is already."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
-    def piece(begin: int, size: int) -> SliceCache:
-        return SliceCache(keys.narrow(2, begin, size), values.narrow(2, begin, size))
 
-    return piece(own, length), [piece(begin, each) for begin in range(0, own, each or 1)]
+class _Span(NamedTuple):
+    """Consecutive positions of a chunk in one document, or in whole ones of one length.
+
+    Several documents are one call of the kernel, each as a row: so are those of padding, each a token long.
+    """
+
+    begin: int
+    """First of its positions in the sequence."""
+    length: int
+    """Positions of each document."""
+    before: int = 0
+    """Positions of the document that are before these, in earlier chunks."""
+    documents: int = 1
+
+    @property
+    def first(self) -> int:
+        """Where the document begins."""
+        return self.begin - self.before
+
+    @property
+    def size(self) -> int:
+        """Positions of all documents."""
+        return self.length * self.documents
+
+    def of(self, x: Tensor, first: int) -> Tensor:
+        """Return its part of ``[rows, heads, positions, ...]``, which begins at position ``first``."""
+        own = x.narrow(2, self.begin - first, self.size)
+        return own if self.documents == 1 else torch.stack(torch.split(own[0], self.length, 1))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return documents as the part of their row that they are; see ``of``."""
+        return x if self.documents == 1 else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def pieces(self, keys: Tensor, values: Tensor, each: int | None) -> tuple[SliceCache, list[SliceCache]]:
+        """Return its own keys and values, and those before it: in pieces of ``each`` positions, or in one."""
+        step = each or self.before or 1
+        earlier = [
+            SliceCache(keys.narrow(2, at, step), values.narrow(2, at, step))
+            for at in range(self.first, self.begin, step)
+        ]
+        return SliceCache(self.of(keys, 0), self.of(values, 0)), earlier
+
+
+_OfRows = tuple[slice, Sequence[_Span]]
+"""Some rows of a micro-batch, and the spans of one chunk that all of them have."""
+
+
+def _whole(one: SliceRun, length: int) -> list[_OfRows]:
+    """Return the span of a chunk of ``length`` positions in rows of one sequence each."""
+    first = one.first_position(length)
+    return [(slice(None), [_Span(first, length, first)])]
+
+
+def _of_documents(documents: Documents, one: SliceRun, length: int) -> list[_OfRows]:
+    """Return the spans of a chunk of ``length`` positions in rows of several documents."""
+    result: list[_OfRows] = []
+    first = one.first_position(length)
+    for row, begins in enumerate(documents):
+        spans: list[_Span] = []
+        for begin, end in pairwise(begins):
+            own = max(begin, first)
+            size = min(end, first + length) - own
+            if size > 0:
+                last = spans[-1] if spans else _Span(0, 0)
+                if last.length == size and last.before == 0:
+                    spans[-1] = last._replace(documents=last.documents + 1)
+                else:
+                    spans.append(_Span(own, size, own - begin))
+        result.append((slice(row, row + 1), spans))
+    return result
+
+
+_spans_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Per positions of a micro-batch, which all layers of a stage are given, the spans of this copy's chunks."""
+
+
+def _spans_by(positions: Tensor, chunks: Sequence[SliceRun]) -> list[list[_OfRows]]:
+    """Return the spans of each chunk, where ``positions``, ``[rows, positions]``, are numbered within documents.
+
+    A document begins where a position is not the one before it plus 1. Which those are is read on the host: on a GPU,
+    one small copy for each micro-batch.
+    """
+    if positions not in _spans_known:
+        whole = _gathered(positions[:, None, :, None])[0][:, 0, :, 0]
+        begins = F.pad(whole.diff(dim=1) != 1, (1, 0), value=True).cpu()
+        documents = tuple((*row.nonzero().flatten().tolist(), row.numel()) for row in begins)
+        length = positions.shape[1] // len(chunks)
+        _spans_known[positions] = [_of_documents(documents, one, length) for one in chunks]
+    found: list[list[_OfRows]] = _spans_known[positions]
+    return found
 
 
 def _gathered(*own: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +15,13 @@ from torch import Tensor, fx, nn
 
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph, compute_meanwhile
-from raypipe.errors import RunError, SpecError
+from raypipe.errors import CaptureError, RunError, SpecError
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.liveness import Result, between_spans, inputs_read
 from raypipe.graph.operation_costs import forward_flops
-from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
+from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, needed, selected
 from raypipe.graph.placeholders import encoder_operations, placeholders
-from raypipe.graph.positions import sequence_flow
+from raypipe.graph.positions import Flow, sequence_flow
 from raypipe.graph.subgraphs import Subgraphs, piece_sharding, shard
 from raypipe.models.attention import attend_by_document, causal_attention, share_heads
 from raypipe.models.current_slice import positions_of
@@ -42,6 +43,7 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
+from raypipe.models.sources.packed_rows import given_positions
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
 from raypipe.tensor import Division, Shard, in_order
@@ -254,8 +256,9 @@ class CapturedModel(LayeredModel):
     ) -> StageBody:
         """Build the operations of these sub-graphs as one module."""
         arriving, leaving = ends or self.ends_in_chain(layers)
+        graph = self._in_parts if self.slices > 1 else self.graph
         part = build_subgraph(
-            self.captured,
+            replace(self.captured, graph=graph),
             self._operations(layers),
             [self._handed_on[r] for r in arriving],
             [self._handed_on[r] for r in leaving],
@@ -264,10 +267,10 @@ class CapturedModel(LayeredModel):
         )
         key_random_operations(part.module, self.sites)
         compute_meanwhile(part.module)
-        if self.packed:
-            attend_by_document(part.module)
         if self.slices > 1:
-            run_on_slices(part.module, sequence_flow(self.graph))
+            run_on_slices(part.module, self._flow)
+        elif self.packed:
+            attend_by_document(part.module)
         share_heads(part.module)
         statistics = learn_statistics(part.module, self.captured.values)
         stage = CapturedBody(
@@ -278,10 +281,10 @@ class CapturedModel(LayeredModel):
         )
         for name in part.inputs:
             for dim in self.graph.sources[name].type.shape[1:2]:
-                if isinstance(dim, str) and dim in self.graph.at_least:
-                    stage.shortest[self.fields[name][0]] = self.graph.at_least[dim]
-                if isinstance(dim, str) and dim in self.graph.at_most:
-                    stage.longest[self.fields[name][0]] = self.graph.at_most[dim]
+                if isinstance(dim, str) and dim in graph.at_least:
+                    stage.shortest[self.fields[name][0]] = graph.at_least[dim]
+                if isinstance(dim, str) and dim in graph.at_most:
+                    stage.longest[self.fields[name][0]] = graph.at_most[dim]
         if self.linear_head and layers[-1] == self.count - 1:
             stage.head = tuple(self.graph.operations[n].name for n in self.graph.linear_head)
         stage.fill(self.values, seed, device, self._cut)
@@ -306,7 +309,10 @@ class CapturedModel(LayeredModel):
         if not isinstance(self.task, NextToken) or self.batch_statistics:
             why = "the loss of a slice is known for the prediction of the next token alone"
             raise SpecError("parallel.slices", why, "use slices: 1, or a causal language model")
-        sequence_flow(self.graph)
+        if self.packed and self.drops_attention:
+            why = "attention drops weights (attn_pdrop, attention_dropout), which parts of packed rows cannot do"
+            raise SpecError("model.config", why, "use 0")
+        assert self._flow is not None  # it raises
         names = {name for name, _ in self.fields.values()}
         length = equal_slices(self.positions, slices)
         if length < self.shortest_slice:
@@ -314,6 +320,27 @@ class CapturedModel(LayeredModel):
             why = f"slices have {length} positions, and below {least} the model's code takes another branch"
             raise SpecError("parallel.slices", why, "use fewer")
         return dict.fromkeys((*names, *self.task.reads), length)
+
+    @cached_property
+    def _in_parts(self) -> OperationGraph:
+        """The same operations where stages run parts of sequences."""
+        if not self.packed:
+            return self.graph
+        made = given_positions(self.captured)
+        if left := next((o for o in made.operations if o.mask is not None), None):
+            why = "its mask is not known to be causal within documents and nothing more, as a window is"
+            raise CaptureError(f"operation {left.name} ({left.module})", why, "use parallel.context: 1")
+        handed_on, _ = between_spans(made, self.sharding.starts)
+        if more := set(handed_on) - set(self._handed_on):  # what has been copied for heads, in the middle of attention
+            where = made.operations[min(more)].name
+            raise CaptureError(where, "is cut off from the attention that reads it", "use parallel.context: 1")
+        return made
+
+    @cached_property
+    def _flow(self) -> Flow:
+        """Along which dimension of each result the sequence lies; see ``sequence_flow``."""
+        graph = self._in_parts
+        return sequence_flow(selected(graph, sorted(needed(graph))) if self.packed else graph)
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         """Return this process's share of a parameter."""
@@ -435,6 +462,7 @@ def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
         module: a stage, whose random operations are keyed.
         along: per operation, the dimension of its result along which the sequence lies (``graph.positions``).
     """
+    module.graph.eliminate_dead_code()  # what made a mask that attention is not given any more
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
@@ -451,14 +479,14 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: None = None,
+    positions: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = True,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    return causal_attention(query, key, value, scale, enable_gqa)
+    return causal_attention(query, key, value, scale, enable_gqa, positions=positions)
 
 
 def _positions(*args: Any, **kwargs: Any) -> Tensor:

@@ -91,6 +91,7 @@ class DividedHead(LayeredModel):
             why = "split is for the cross-entropy of a linear head, and this model has another loss"
             raise SpecError(VOCABULARY, why, WHOLE)
         self.whole, self.linear, self.body = whole, whole.head, whole.without_head()
+        self.packed = whole.packed
         rows = self.linear.rows
         if rows <= (shares - 1) * -(-rows // shares):
             raise SpecError(
@@ -145,6 +146,10 @@ class DividedHead(LayeredModel):
     def positions(self) -> int:
         """See ``LayeredModel.positions``."""
         return self.body.positions
+
+    def even_length(self) -> int:
+        """See ``LayeredModel.even_length``."""
+        return self.whole.even_length()
 
     def slice_lengths(self, slices: int) -> Lengths:
         """See ``LayeredModel.slice_lengths``; shares compute each token by itself."""

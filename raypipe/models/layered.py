@@ -139,6 +139,8 @@ class LayeredModel(ABC):
     """Tokens of which every sample has a fixed number."""
     shortest_slice: int = 1
     """Positions of the shortest slice of a sequence that the model's code allows."""
+    packed: bool = False
+    """Whether rows hold several documents, none of which sees another."""
     slices: int = 1
     """Parts along the sequence that stages are built to run on; above 1 only where ``slice_lengths`` allows them."""
     batch_statistics: bool = False

@@ -127,12 +127,10 @@ class Task(ABC):
     def targets(self, inputs: Inputs) -> int:
         """Count the targets that ``loss`` sums over."""
 
-    def slice_inputs(self, inputs: Inputs, numbers: Sequence[int], lengths: Lengths) -> Inputs:
-        """Return the raw inputs of some slices of whole sequences, each of its length; see ``slice_lengths``."""
-        return {
-            name: torch.cat([x[:, n * lengths[name] : (n + 1) * lengths[name]] for n in numbers], dim=1)
-            for name, x in inputs.items()
-        }
+    def slice_inputs(self, inputs: Inputs, numbers: Sequence[int], slices: int) -> Inputs:
+        """Return the raw inputs of some of the equal ``slices`` of whole sequences."""
+        cut = {name: x.chunk(slices, 1) for name, x in inputs.items()}
+        return {name: torch.cat([parts[n] for n in numbers], dim=1) for name, parts in cut.items()}
 
     def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the figures summed over all targets: ``[figures]``; only where there are ``figures``."""
@@ -221,13 +219,13 @@ class NextToken(Labels):
         labels = inputs["shift_labels"] if self.shifted else inputs["labels"][:, 1:]
         return int((labels != IGNORED).sum())
 
-    def slice_inputs(self, inputs: Inputs, numbers: Sequence[int], lengths: Lengths) -> Inputs:
+    def slice_inputs(self, inputs: Inputs, numbers: Sequence[int], slices: int) -> Inputs:
         """See ``Task.slice_inputs``; the target of a slice's last position is the token after it."""
         if not self.shifted and "labels" in inputs:
             labels = inputs["labels"]
             after = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
-            inputs, lengths = {**inputs, "shift_labels": after}, {**lengths, "shift_labels": lengths["labels"]}
-        return super().slice_inputs(inputs, numbers, lengths)
+            inputs = {**inputs, "shift_labels": after}
+        return super().slice_inputs(inputs, numbers, slices)
 
     def labels(self, inputs: Inputs) -> Tensor:
         """Return the labels as the data has them: the tokens themselves, or each one's next token."""

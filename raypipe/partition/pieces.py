@@ -91,6 +91,8 @@ def _crossing(name: str, tensor: CutTensor) -> Crossing:
 
 VARYING = "its samples differ in length, and slices of a micro-batch are of one length"
 
+PACKED = "its rows hold several documents, and what parts of them take is not computed"
+
 DROPPING = (
     "its attention drops weights, and what slices take then is not computed: switch that off (attn_pdrop, "
     "attention_dropout: 0), or give the whole plan"
@@ -107,6 +109,8 @@ def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | 
         fields: the raw inputs that the data's arrays provide; None for text.
     """
     positions = model.positions
+    if model.packed:
+        return Slicing(positions=positions, refused=PACKED)
     # An array of rows of one length can be read row by row; those of several lengths cannot.
     if job.data.type == "lines" or any(field.rows is None for field in (fields or {}).values()):
         return Slicing(positions=positions, refused=VARYING)

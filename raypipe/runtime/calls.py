@@ -234,7 +234,7 @@ class RowOrders:
         """Return the predicted time of each micro-batch of a mini-batch."""
         if self._rows is None:
             model = build_model(self._job, known_fields(self._data), 0, running.plan.parallel)
-            budget = token_budget(self._job, running.plan.parallel.replicas, model)
+            budget = token_budget(self._job, running.plan.parallel.sample_copies, model)
             rows = open_data(self._data, model.task, budget=budget)
             assert isinstance(rows, Packed)
             self._rows = rows
@@ -245,7 +245,11 @@ class RowOrders:
     def _searched(self, running: Running) -> OrderSearch:
         if self._search is None or self._search[0] is not running.schedule:
             costs = CostTable.even(running.schedule.stages)
-            self._search = running.schedule, OrderSearch(running.schedule, costs, running.plan.parallel.replicas)
+            parallel = running.plan.parallel
+            self._search = (
+                running.schedule,
+                OrderSearch(running.schedule, costs, parallel.replicas, parallel.context),
+            )
         return self._search[1]
 
 

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
@@ -22,7 +23,27 @@ from raypipe.schedule.walk import walk
 BUDGET_S = 0.05
 """Seconds of search for a step, on the driver's CPU."""
 Order = tuple[int, ...]
-"""Per micro-batch id, the micro-batch of the data that it stands for."""
+"""Per micro-batch of the data, which of them takes its place."""
+
+
+class Copies(NamedTuple):
+    """Which micro-batches copies take: those of ``together`` consecutive ones are of the same samples."""
+
+    each: int
+    """Micro-batch ids of one copy."""
+    together: int
+
+    def of_data(self, mb: int) -> int:
+        """Return the micro-batch of the data that a micro-batch id stands for.
+
+        >>> [Copies(each=2, together=2).of_data(mb) for mb in range(8)]
+        [0, 1, 0, 1, 2, 3, 2, 3]
+        """
+        copy, number = divmod(mb, self.each)
+        return copy // self.together * self.each + number
+
+
+OWN_SAMPLES = Copies(1, 1)
 
 
 def longest_first(times: Sequence[float]) -> list[int]:
@@ -56,17 +77,18 @@ class OrderSearch:
         schedule: the whole step, without slices.
         costs: time of each task for a micro-batch of mean length.
         copies: data-parallel copies; micro-batches stay in theirs.
+        together: consecutive copies that have the same samples.
     """
 
-    def __init__(self, schedule: Schedule, costs: CostTable, copies: int) -> None:
+    def __init__(self, schedule: Schedule, costs: CostTable, copies: int, together: int = 1) -> None:
         self._graph, self._comm = link(schedule), costs.comm
         tasks = self._graph.tasks
         self._base = costs.durations(schedule, tasks)
-        self._scaled = [
-            (number, task.mbs) for number, task in enumerate(tasks) if task.mbs and task.kind not in NETWORK
-        ]
-        self.microbatches = 1 + max(mb for _, mbs in self._scaled for mb in mbs)
-        each = self.microbatches // copies
+        scaled = [(number, task.mbs) for number, task in enumerate(tasks) if task.mbs and task.kind not in NETWORK]
+        each = (1 + max(mb for _, mbs in scaled for mb in mbs)) // copies
+        of_data = Copies(each, together).of_data
+        self._scaled = [(number, [of_data(mb) for mb in mbs]) for number, mbs in scaled]
+        self.microbatches = each * (copies // together)
         self._copies = [range(begin, begin + each) for begin in range(0, self.microbatches, each)]
 
     def seconds(self, times: Sequence[float], order: Sequence[int] | None = None) -> float:

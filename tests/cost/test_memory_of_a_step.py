@@ -26,12 +26,12 @@ from raypipe.models.current_slice import own_chunks
 from raypipe.partition.job_costs import tied_values
 from raypipe.partition.partition_job import job_pieces
 from raypipe.partition.pieces import tensor_ranks_of
-from raypipe.runtime.stage.inputs import Copies
 from raypipe.runtime.update import collectives, flat_weights
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
+from raypipe.schedule.microbatch_order import Copies
 from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate, shard
 from raypipe.schedule.sharding import sum_groups
 from raypipe.schedule.verify import verify
@@ -395,7 +395,7 @@ def first_copy(copies: int, *of: Any) -> Any:
     runner = executor(*of)
     length = runner.io_specs.model.positions // (2 * copies)
     lengths = dict.fromkeys(("input_ids", "shift_labels"), length)
-    runner.feed.hold(own_chunks(0, copies), lengths, Copies(4, 1))
+    runner.feed.hold(own_chunks(0, copies), 2 * copies, lengths, Copies(4, 1))
     return runner
 
 

@@ -32,6 +32,8 @@ def job_of(train: dict[str, Any], parallel: object = None, **sections: dict[str,
         ({}, "auto", 32, 61),
         ({}, {"auto": True, "replicas": 3}, 33, 59),
         ({"microbatch_tokens": 100}, "auto", 19, 100),
+        ({"microbatch_tokens": 100}, {"stages": 2, "replicas": 2, "context": 2}, 19, 100),
+        ({}, {"stages": 2, "replicas": 4, "context": 2}, 16, 120),
     ],
 )
 def test_rows_and_their_tokens(train: dict[str, Any], parallel: object, rows: int, row_tokens: int) -> None:
@@ -49,6 +51,7 @@ def test_rows_and_their_tokens(train: dict[str, Any], parallel: object, rows: in
         ({"microbatch_tokens": 100, "batch": 21}, {"parallel": {"replicas": 2}}, "train.batch"),
         ({"metrics": "mine:metrics"}, {}, "train.metrics"),
         ({}, {"parallel": {"stages": 2, "slices": 2, "schedule": "1f1b"}}, "parallel.slices"),
+        ({"microbatch_tokens": 100}, {"parallel": {"replicas": 8, "context": 8}}, "train.microbatch_tokens"),
         ({}, {"model": {"import": "mine:model"}}, "train.tokens_per_step"),
         ({}, {"data": {"type": "documents", "path": "folder"}, "model": {"hf": "llama", "sequence": 8}},
          "train.tokens_per_step"),

@@ -36,11 +36,11 @@ def step(model, slices: int) -> tuple[float, dict[str, torch.Tensor]]:
     stages = [model.build_stage(range(middle), 1), model.build_stage(range(middle, model.count), 1)]
     tokens = torch.randint(256, (2, 13), generator=torch.Generator().manual_seed(2))
     whole = {"input_ids": tokens[:, :-1].contiguous(), "shift_labels": tokens[:, 1:].contiguous()}
-    lengths = model.slice_lengths(slices) if slices > 1 else None
+    assert slices == 1 or model.slice_lengths(slices)
     pieces: list[list] = [[], []]
     kept = []
     for i in range(slices):
-        inputs = whole if lengths is None else model.task.slice_inputs(whole, (i,), lengths)
+        inputs = model.task.slice_inputs(whole, (i,), slices)
         x: tuple[torch.Tensor, ...] = ()
         with random_keys(5, 0, [0, 1], True):
             for stage, own in zip(stages, pieces, strict=True):

@@ -10,6 +10,7 @@ from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.microbatch_order import RULES, OrderSearch
+from raypipe.schedule.passes import replicate
 from raypipe.schedule.shape import Shape
 from raypipe.simulate.engine import simulate
 
@@ -53,6 +54,19 @@ def test_copies_keep_their_micro_batches() -> None:
     _, search = search_of("1f1b", copies=2)
     order = search.best(times)
     assert order is None or (set(order[:4]) == {0, 1, 2, 3} and set(order[4:]) == {4, 5, 6, 7})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_copies_of_the_same_samples_take_them_in_the_same_order(name: str) -> None:
+    """Two copies with one sequence each take as long as one; four in two groups have each group's own order."""
+    alone, of_one = search_of(name)
+    step = replicate(alone, 2)
+    both = OrderSearch(step, CostTable.even(4), 2, 2)
+    assert both.seconds(TIMES) == pytest.approx(of_one.seconds(TIMES))
+    assert both.best(TIMES, budget_s=None) == of_one.best(TIMES, budget_s=None)
+    groups = OrderSearch(replicate(alone, 4), CostTable.even(4), 4, 2)
+    order = groups.best([*TIMES, *TIMES], budget_s=None)
+    assert order == (*of_one.best(TIMES, budget_s=None), *(8 + i for i in of_one.best(TIMES, budget_s=None)))
 
 
 def test_without_a_clock_the_best_fixed_order_is_found() -> None:

@@ -212,6 +212,11 @@ def _packed(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
     elif train.batch < (least := rows_needed(tokens, row)):
         why = f"{train.batch} rows of {row} tokens may not hold the documents of a step, up to {tokens} tokens"
         yield "train.batch", why, f"leave it out, use {least} or more, or raise train.microbatch_tokens"
+    if row % (chunks := 2 * parallel.context if parallel.context > 1 else 1):
+        why = (
+            f"rows of {row} tokens do not divide into {chunks} equal chunks, two for each of {parallel.context} copies"
+        )
+        yield "train.microbatch_tokens", why, f"use {_either(*neighbours(row, chunks))}"
     if not isinstance(model, HfSpec):
         fix = "leave it out, or use a model of Hugging Face (model.hf)"
         yield "train.tokens_per_step", "needs a model whose attention keeps the documents of a row apart", fix
@@ -314,9 +319,6 @@ def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     if train.cuda_graphs != "none":
         why = f"a graph has no waits for other copies, which context: {size} needs in each attention"
         yield "train.cuda_graphs", why, "use none, or context: 1"
-    if train.tokens_per_step is not None:
-        why = "rows of packed documents differ in length, and all sequences are divided alike"
-        yield key, why, "use context: 1, or set train.tokens_per_step to null"
 
 
 def vocabulary_rules(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:

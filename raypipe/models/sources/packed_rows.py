@@ -10,7 +10,8 @@ or linear attention, has no such mask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +22,16 @@ from raypipe.capture.stage_module import compute
 from raypipe.errors import SpecError
 from raypipe.graph.dims import Dim, evaluate, evaluate_all, symbols
 from raypipe.graph.operation_costs import short_name
-from raypipe.graph.operations import ATTENTION, Operation, TensorType
+from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType
 from raypipe.graph.positions import is_size
+from raypipe.graph.shared_heads import sharing_heads
 from raypipe.models.task import MASK, POSITIONS, Field
 
 TOKENS = 11
 """Length of the packed row, where the graph allows it; three documents and the beginning of another one."""
 _DOCUMENT = 3
+LONGEST = 16_384
+"""Longest row for which a mask is compared with a causal one: 256 MiB for each of its steps."""
 _SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 _PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "einsum"}
 _LARGE = {*_PRODUCTS, "addmm", "linear", "embedding", "scaled_dot_product_attention", "module"}
@@ -55,7 +59,7 @@ def check_apart(captured: Captured) -> None:
     """
     if POSITIONS not in captured.graph.inputs:
         raise _error("the model", "reads none")
-    across = _PackedRow(captured).first_across()
+    across = _PackedRow(captured, tokens=TOKENS).first_across()
     if across is not None:
         raise _error(across.module or across.name, "may let them see each other")
 
@@ -68,24 +72,62 @@ def _error(what: str, why: str) -> SpecError:
     )
 
 
-class _PackedRow:
-    """The values of a graph for two packed rows, with scores of 0."""
+def given_positions(captured: Captured) -> OperationGraph:
+    """Return the same operations, of which attention that is causal within documents is given their positions.
 
-    def __init__(self, captured: Captured) -> None:
+    Its mask would relate all tokens of a row to one another. A mask that hides anything else stays. What a mask says is
+    found by computing it, of nothing but positions, for rows of the captured length, the longest there are: of one
+    document, so that a window would show, and of several. A document begins where a position is not the one before it
+    plus 1.
+    """
+    graph, known = captured.graph, dict[int, bool]()
+    operations = list(graph.operations)
+    for number, operation in enumerate(operations):
+        if (mask := operation.mask) is None:
+            continue
+        if mask not in known:
+            known[mask] = all(_PackedRow(captured, how).is_causal(mask) for how in ("one", "odd"))
+        if known[mask]:
+            plain = operation.without_mask(causal=True)
+            given = replace(plain, args=(*plain.args[:3], {"of": POSITIONS}, *plain.args[4:]))
+            operations[number] = sharing_heads(graph, given)
+    length = {s: graph.example[s] for s in symbols(graph.sources[POSITIONS].type.shape[-1])}
+    return replace(graph, operations=tuple(operations), at_most={**graph.at_most, **length})
+
+
+class _PackedRow:
+    """The values of a graph for two packed rows, with scores of 0.
+
+    Args:
+        captured: the model.
+        documents: ``short`` ones, or ``one``; ``odd``: some do not begin with 0, and at the end is padding.
+        tokens: most tokens of a row; None: as many as were captured.
+    """
+
+    def __init__(
+        self, captured: Captured, documents: Literal["short", "one", "odd"] = "short", tokens: int | None = None
+    ) -> None:
         self.graph, self.values = captured.graph, captured.values
         shape = self.graph.sources[POSITIONS].type.shape
         inputs = [self.graph.sources[name].type.shape for name in self.graph.inputs]
         self.tokens = {dim for each in inputs if len(each) == len(shape) for dim in each[1:]}
         growing = {name for dim in self.tokens for name in symbols(dim)}
         self.sizes = {
-            name: max(self.graph.at_least.get(name, 0), min(value, TOKENS) if name in growing else value)
+            name: max(self.graph.at_least.get(name, 0), min(value, tokens or value) if name in growing else value)
             for name, value in self.graph.example.items()
         }
         self.length = evaluate(shape[-1], self.sizes)
         self.found: dict[int, Any] = {}
-        document = torch.arange(self.length) // _DOCUMENT
-        self.positions = (torch.arange(self.length) % _DOCUMENT).expand(evaluate_all(shape, self.sizes))
-        self.others = document.unsqueeze(1) != document
+        positions = torch.arange(self.length)
+        if documents != "one":
+            positions = positions % _DOCUMENT
+        if documents == "odd":
+            positions[:_DOCUMENT] += 4
+            positions[_DOCUMENT : 2 * _DOCUMENT] += 20
+            positions[-(self.length // 4) :] = 0
+        self.positions = positions.expand(evaluate_all(shape, self.sizes))
+        number = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
+        self.others = number.unsqueeze(1) != number
 
     def first_across(self) -> Operation | None:
         """Return the first operation by which a document may see another; None without any."""
@@ -110,6 +152,21 @@ class _PackedRow:
             if is_softmax or (weights & set(inner) and name not in _LARGE):
                 weights.add(number)
         return None
+
+    def is_causal(self, mask: int) -> bool:
+        """Return whether a mask shows each token exactly those before it in its document, and itself."""
+        if self.length > LONGEST or self._of_tokens()[mask]:
+            return False
+        value = self._value(mask)
+        if not isinstance(value, Tensor) or value.shape[-2:] != self.others.shape:
+            return False
+        hidden = self.others.logical_or(self.others.new_ones(self.others.shape).triu(1))
+        if value.dtype == torch.bool:
+            return torch.equal(value.logical_not(), hidden.expand(value.shape))
+        if not value.is_floating_point():
+            return False
+        lowest = value <= torch.finfo(value.dtype).min
+        return torch.equal(lowest, hidden.expand(value.shape)) and not bool(value.masked_fill(lowest, 0).any())
 
     def _of_tokens(self) -> list[bool]:
         """Return, per operation, whether its result depends on more than parameters and positions."""

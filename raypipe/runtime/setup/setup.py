@@ -22,13 +22,13 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.models.task import Field
 from raypipe.runtime.setup.communicators import Topology
-from raypipe.runtime.stage.inputs import Copies
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.schedule.ir import Sharding, StageGraph, Versions
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.microbatch_order import Copies
 from raypipe.schedule.sharding import CONTEXT_GROUP, EXPERT_GROUP, copy_ranks
 from raypipe.tensor import Axis
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,27 +13,7 @@ from raypipe.data.sample_order import Split
 from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import Uploads
 from raypipe.models.task import ANY_LENGTH
-from raypipe.schedule.microbatch_order import Order
-
-
-class Copies(NamedTuple):
-    """Which micro-batches copies take: those of ``together`` consecutive ones are of the same samples."""
-
-    each: int
-    """Micro-batch ids of one copy."""
-    together: int
-
-    def of_data(self, mb: int) -> int:
-        """Return the micro-batch of the data that a micro-batch id stands for.
-
-        >>> [Copies(each=2, together=2).of_data(mb) for mb in range(8)]
-        [0, 1, 0, 1, 2, 3, 2, 3]
-        """
-        copy, number = divmod(mb, self.each)
-        return copy // self.together * self.each + number
-
-
-OWN_SAMPLES = Copies(1, 1)
+from raypipe.schedule.microbatch_order import OWN_SAMPLES, Copies, Order
 
 
 class Feed:
@@ -45,23 +24,23 @@ class Feed:
     not. ``samples`` is the size of a micro-batch.
     A GPU gets them through pinned memory on a stream of their own, and ``prefetch`` starts that a step ahead; their
     targets are counted on the host before. ``left_out`` mini-batches of the training data are not used. Where
-    micro-batches run in slices, ``slices`` is their number and ``lengths_of_slice`` how long each raw input is in one;
-    a micro-batch id is then that of a slice. Where ``copies`` divide sequences, this one runs the slices ``held`` of
-    each.
+    micro-batches run in slices, ``slices`` is their number; a micro-batch id is then that of a slice. Where ``copies``
+    divide sequences into ``chunks``, this one runs those ``held`` of each. ``lengths_of_part`` is how long each raw
+    input is in a slice or a chunk, where the data does not say how long it is in a micro-batch.
     """
 
-    slices = 1
-    lengths_of_slice: Lengths = ANY_LENGTH
+    slices = chunks = 1
+    lengths_of_part: Lengths = ANY_LENGTH
     held: tuple[int, ...] = ()
     copies = OWN_SAMPLES
 
-    def cut(self, slices: int, lengths_of_slice: Lengths) -> None:
+    def cut(self, slices: int, lengths_of_part: Lengths) -> None:
         """Give inputs slice by slice from now on."""
-        self.slices, self.lengths_of_slice = slices, lengths_of_slice
+        self.slices, self.lengths_of_part = slices, lengths_of_part
 
-    def hold(self, held: tuple[int, ...], lengths_of_slice: Lengths, copies: Copies) -> None:
-        """Give these slices of each sequence, together, from now on."""
-        self.held, self.lengths_of_slice, self.copies = held, lengths_of_slice, copies
+    def hold(self, held: tuple[int, ...], chunks: int, lengths_of_part: Lengths, copies: Copies) -> None:
+        """Give these of the chunks of each sequence, together, from now on."""
+        self.held, self.chunks, self.lengths_of_part, self.copies = held, chunks, lengths_of_part, copies
 
     def __init__(
         self,
@@ -132,13 +111,14 @@ class Feed:
             self._step(split, step)
 
     def arrange(self, step: int, order: Order) -> None:
-        """Have the micro-batch ids of a training step, without slices, stand for other micro-batches of the data."""
+        """Have other micro-batches of the data take the places of a training step's, without slices."""
         self._orders[step] = order
 
     def of_data(self, split: Split, step: int, mb: int) -> int:
         """Return the micro-batch of the data that a micro-batch id stands for."""
         order = self._orders.get(step) if split == "train" else None
-        return self.copies.of_data(mb) if order is None else order[mb]
+        place = self.copies.of_data(mb)
+        return place if order is None else order[place]
 
     def drop(self, split: Split, step: int) -> None:
         """Free the samples of a finished step."""
@@ -149,16 +129,15 @@ class Feed:
         self._arriving.discard((split, step))
 
     def lengths(self, split: Split, step: int, mb: int) -> Lengths:
-        """Return the lengths that micro-batch ``mb`` of a step is padded to: those of its longest sample.
+        """Return the lengths that micro-batch ``mb`` of a step is padded to, here: those of its longest sample.
 
         They follow from the order of the samples alone, so every device knows them for every micro-batch, even if it
         reads no raw inputs.
         """
-        if self.slices > 1:
-            return self.lengths_of_slice
-        if self.held:
-            return {name: len(self.held) * length for name, length in self.lengths_of_slice.items()}
-        return self._lengths_of(split, step, self.of_data(split, step, mb))
+        parts, held = max(self.slices, self.chunks), max(1, len(self.held))
+        whole = self._lengths_of(split, step, self.of_data(split, step, mb // self.slices))
+        own = {name: held * length for name, length in self.lengths_of_part.items()}
+        return {**own, **{name: length // parts * held for name, length in whole.items()}}
 
     def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
         result = self._lengths.get((split, step))
@@ -190,7 +169,7 @@ class Feed:
             for name, values in samples.items()
         }
         held = self.held or ((number,) if self.slices > 1 else ())
-        return self.task.slice_inputs(inputs, held, self.lengths_of_slice) if held else inputs
+        return self.task.slice_inputs(inputs, held, max(self.slices, self.chunks)) if held else inputs
 
     def targets(self, split: Split, step: int) -> int:
         """Count the targets of the whole mini-batch; at least 1, because losses are divided by it."""

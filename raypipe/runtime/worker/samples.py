@@ -350,7 +350,8 @@ def device_feed(setup: Setup, model: LayeredModel, modules: Modules, device: tor
     if setup.slices > 1:
         feed.cut(setup.slices, model.slice_lengths(setup.slices))
     if (context := setup.parallel.context) > 1:
-        feed.hold(own_chunks(setup.ranks["context"], context), model.chunk_lengths(context), setup.copies)
+        own = own_chunks(setup.ranks["context"], context)
+        feed.hold(own, 2 * context, model.chunk_lengths(context), setup.copies)
     return feed
 
 
@@ -364,10 +365,12 @@ def _whole_feed(setup: Setup, model: LayeredModel, modules: Modules, device: tor
             "val": _microbatches_read([setup.evaluate], modules, setup),
         }
         return StreamFeed(setup.samples, job, task, reads, samples, device, own, setup.left_out)
-    budget = token_budget(job, setup.parallel.replicas, model)
+    budget = token_budget(job, setup.parallel.sample_copies, model)
     multiple = job.data.pad_to_multiple_of
     if setup.parallel.sequence_parallel:
         multiple = lcm(multiple, setup.parallel.tensor)
+    if setup.parallel.context > 1:
+        multiple = lcm(multiple, 2 * setup.parallel.context)
     data = open_data(setup.data, task, multiple, reads, reads_whole, budget)
     return Feed(
         data, task, reads, job.train.seed, job.train.batch, samples, device, DTYPES[job.train.dtype], setup.left_out

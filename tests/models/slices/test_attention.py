@@ -228,3 +228,35 @@ def test_copies_that_divide_sequences_add_up_to_the_whole(copies, heads, keys, s
     for rank, found in enumerate(run_members(copies, Copy, "context", work)):
         for mine, theirs in zip(found, [expected.detach(), *(x.grad for x in whole)], strict=True):
             assert torch.allclose(mine, held(theirs, rank, copies), rtol=0, atol=1e-13)
+
+
+DOCUMENTS = ((2, 20, 1, 1), (5, 6, 3, 3, 1, 1, 1, 1, 1, 1, 1))
+"""Lengths in two rows: one that is in all chunks, some that end within a chunk, neighbours alike, and padding."""
+
+
+@KERNELS
+@pytest.mark.usefixtures("with_kernel")
+@pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 4, None), (4, 2, 0.2)])
+@pytest.mark.parametrize("copies", [2, 3, 4])
+def test_copies_that_divide_documents_add_up_to_each_alone(copies, heads, keys, scale) -> None:
+    """Results and gradients are those with the mask of a packed row; the second call takes what is known of it."""
+    *inputs, gradient = tensors(heads, keys)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    positions[0, :2] += 7  # a document begins where a position does not follow the one before
+    number = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    mask = (number[:, None, :, None] == number[:, None, None]).tril()
+    whole = [x.clone().requires_grad_() for x in inputs]
+    expected = F.scaled_dot_product_attention(*whole, mask, scale=scale, enable_gqa=heads != keys)
+    expected.backward(gradient)
+
+    def work(rank: int, _: Copy) -> list[torch.Tensor]:
+        own_positions = held(positions[:, None], rank, copies)[:, 0]
+        for _again in range(2):
+            own = [held(x, rank, copies).requires_grad_() for x in inputs]
+            made = causal_attention(*own, scale, heads != keys, positions=own_positions)
+            made.backward(held(gradient, rank, copies))
+        return [made.detach(), *(x.grad for x in own if x.grad is not None)]
+
+    for rank, found in enumerate(run_members(copies, Copy, "context", work)):
+        for mine, theirs in zip(found, [expected.detach(), *(x.grad for x in whole)], strict=True):
+            assert torch.allclose(mine, held(theirs, rank, copies), rtol=0, atol=1e-13)

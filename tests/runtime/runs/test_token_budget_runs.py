@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raypipe.checkpoint import open_checkpoint
 from raypipe.data import Arrays, Ragged, flat
 from raypipe.data.sample_order import Split, order_key, permuted
 from raypipe.job import JobSpec
@@ -48,8 +49,21 @@ def documents(path: Path) -> Path:
     return path
 
 
-def packed_job(path: Path, plan: str, row_tokens: int = 40, **train: Any) -> JobSpec:
-    keys = {"microbatch": 1, **PLANS[plan]}
+DIVIDED: dict[str, dict[str, Any]] = {
+    "two copies": {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2},
+    "four copies": {"schedule": "1f1b", "stages": 1, "replicas": 4, "context": 4},
+    "two groups of two": {"schedule": "zb-h1", "stages": 2, "replicas": 4, "context": 2},
+    "two rows": {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2, "microbatch": 2},
+    "recomputed": {"schedule": "chimera", "stages": 2, "replicas": 2, "context": 2, "recompute": "full"},
+    "divided head": {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2, "vocabulary": "split"},
+}
+"""Plans whose copies divide rows."""
+
+
+def packed_job(
+    path: Path, plan: str, row_tokens: int = 40, model: dict[str, Any] | None = None, **train: Any
+) -> JobSpec:
+    keys = {"microbatch": 1, **(PLANS | DIVIDED | {"alone": {"schedule": "1f1b", "stages": 1}})[plan]}
     given = {
         "steps": STEPS,
         "batch": None,
@@ -59,7 +73,7 @@ def packed_job(path: Path, plan: str, row_tokens: int = 40, **train: Any) -> Job
         **train,
     }
     data = {"type": "arrays", "path": str(path), "pad_to_multiple_of": 4}
-    return job_for({"hf": "llama", "config": LLAMA}, data, keys, **given)
+    return job_for(model or {"hf": "llama", "config": LLAMA}, data, keys, **given)
 
 
 def steps_of(lengths: list[int], split: Split, seed: int) -> list[list[int]]:
@@ -123,3 +137,52 @@ def test_a_run_goes_on_with_other_copies_and_rows(stage_pool, tmp_path) -> None:
     right = one_process(first, tmp_path / "first" / "data")
     assert begun.losses == pytest.approx(right[:4], abs=1e-9, rel=0)
     assert [*rest.losses, *rest.val_losses] == pytest.approx(right[2:], abs=1e-9, rel=0)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"hf": "llama", "config": {**LLAMA, "num_key_value_heads": 1}},
+    "qwen3": {"hf": "qwen3", "config": {**LLAMA, "head_dim": 8}},
+    "gpt2": {"hf": "gpt2", "config": {"vocab_size": 90, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64,
+                                      "attn_pdrop": 0.0}},
+}  # fmt: skip
+"""Heads of keys that queries share; the last drops activations and residuals."""
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("llama", "two copies"),
+        *exhaustive(
+            ("llama", "four copies"),
+            ("llama", "two groups of two"),
+            ("qwen3", "two rows"),
+            ("llama", "recomputed"),
+            ("llama", "divided head"),
+            ("gpt2", "four copies"),
+        ),
+    ],
+)
+def test_copies_divide_rows_of_documents(model, plan, stage_pool, tmp_path) -> None:
+    """Losses, norms and parameters of one process; then other copies go on, and take over from it."""
+    path = documents(tmp_path / "rows.npz")
+    divided = packed_job(path, plan, model=MODELS[model], checkpoint_every=2)
+    whole = packed_job(path, "alone", model=MODELS[model], checkpoint_every=2)
+    alone = drive(whole, stage_pool, tmp_path / "alone")
+    done = drive(divided, stage_pool, tmp_path / "divided")
+    if model == "llama":
+        right = one_process(divided, tmp_path / "divided" / "data")
+        assert [*done.losses, *done.val_losses] == pytest.approx(right, abs=1e-9, rel=0)
+    for key in ("loss", "grad_norm"):
+        expected = [row[key] for row in alone.rows]
+        assert [row[key] for row in done.rows] == pytest.approx(expected, abs=1e-9, rel=0)
+    assert done.val_losses == pytest.approx(alone.val_losses, abs=1e-9, rel=0)
+    saved, same = (open_checkpoint(run.checkpoints[STEPS]) for run in (done, alone))
+    assert saved.keys == same.keys
+    values = same.read(same.keys)
+    for key, value in saved.read(saved.keys).items():
+        torch.testing.assert_close(value, values[key], rtol=0, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+    tokens = 40 if model == "gpt2" else 64  # dropout is drawn by row
+    for after, begun in (("zb-h1", done), (plan, alone)):
+        job = packed_job(path, after, tokens, MODELS[model])
+        rest = drive(job, stage_pool, tmp_path / f"after {id(begun)}", begun.checkpoints[2], 2)
+        assert rest.losses == pytest.approx(alone.losses[2:], abs=1e-9, rel=0)
