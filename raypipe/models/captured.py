@@ -43,7 +43,7 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.sources.packed_rows import given_positions
+from raypipe.models.sources.packed_rows import LONGEST, given_positions
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
 from raypipe.tensor import Division, Shard, in_order
@@ -329,6 +329,8 @@ class CapturedModel(LayeredModel):
         made = given_positions(self.captured)
         if left := next((o for o in made.operations if o.mask is not None), None):
             why = "its mask is not known to be causal within documents and nothing more, as a window is"
+            if self.positions > LONGEST:
+                why = f"its mask is not compared with a causal one for rows of more than {LONGEST} tokens"
             raise CaptureError(f"operation {left.name} ({left.module})", why, "use parallel.context: 1")
         handed_on, _ = between_spans(made, self.sharding.starts)
         if more := set(handed_on) - set(self._handed_on):  # what has been copied for heads, in the middle of attention

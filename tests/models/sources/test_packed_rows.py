@@ -7,7 +7,8 @@ import torch
 
 from raypipe.errors import SpecError
 from raypipe.graph.operations import ATTENTION
-from raypipe.models import build_model
+from raypipe.models import build_model, captured
+from raypipe.models.sources import packed_rows
 from raypipe.models.sources.packed_rows import given_positions
 from raypipe.models.task import POSITIONS, Field
 from tests.capture.models import FAMILIES, NO_DROPOUT
@@ -48,6 +49,13 @@ def test_windows_are_refused_by_name() -> None:
         model.chunk_lengths(2)
     wide = packed_model("mistral", sliding_window=24)
     assert wide.chunk_lengths(2)
+
+
+def test_rows_that_are_too_long_to_compare_their_mask_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_rows, "LONGEST", 23)
+    monkeypatch.setattr(captured, "LONGEST", 23)
+    with pytest.raises(SpecError, match=r"layers.0.self_attn.*: its mask is not compared .* more than 23 tokens"):
+        packed_model("llama").chunk_lengths(2)
 
 
 def test_dropped_weights_are_refused_by_name() -> None:
