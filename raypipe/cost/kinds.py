@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from raypipe.cost.hosts import Placed
-from raypipe.cost.profile import TASKS, LayerProfile, Profile, TaskTimes
+from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
 from raypipe.errors import SpecError
+
+_TASKS = ("forward", "input_grad", "weight_grad", "joint", "recompute")
 
 
 def of_kinds(profiles: Sequence[Profile]) -> Profile:
@@ -70,7 +72,7 @@ def least_times(profile: Profile) -> Profile:
         return profile
 
     def least(times: Sequence[TaskTimes]) -> TaskTimes:
-        return times[0].model_copy(update={task: min(getattr(t, task) for t in times) for task in TASKS})
+        return times[0].model_copy(update={task: min(getattr(t, task) for t in times) for task in _TASKS})
 
     layers = tuple(
         same[0].model_copy(update={"times": {n: least([layer.times[n] for layer in same]) for n in same[0].times}})

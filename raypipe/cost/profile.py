@@ -72,10 +72,6 @@ a quiet machine
         )
 
 
-TASKS = ("forward", "input_grad", "weight_grad", "joint", "recompute")
-"""Fields of ``TaskTimes`` that are seconds."""
-
-
 class TaskTimes(Spec):
     """Seconds of each task of one layer for one micro-batch."""
 
@@ -93,7 +89,8 @@ class TaskTimes(Spec):
 
     def scaled(self, factor: float) -> TaskTimes:
         """Return the times on a device that takes ``factor`` times as long."""
-        return self.model_copy(update={task: factor * getattr(self, task) for task in TASKS})
+        tasks = ("forward", "input_grad", "weight_grad", "joint", "recompute")
+        return self.model_copy(update={task: factor * getattr(self, task) for task in tasks})
 
 
 class ExpertsProfile(Spec):

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from raypipe.cost.profile import TASKS, LayerProfile, Profile, TaskTimes
+from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
+
+FIELDS = ("forward", "input_grad", "weight_grad", "joint", "recompute")
 
 
 def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
@@ -23,12 +25,13 @@ def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
         times = layer.times[known[0]]
         if samples <= known[0]:
             return times
-        return times.scaled(samples / known[0])
+        factor = samples / known[0]
+        return times.model_copy(update={f: getattr(times, f) * factor for f in FIELDS})
     right = min(max(bisect_left(known, samples), 1), len(known) - 1)
     low, high = known[right - 1], known[right]
     share = (samples - low) / (high - low)
     a, b = layer.times[low], layer.times[high]
-    mixed = {f: getattr(a, f) + share * (getattr(b, f) - getattr(a, f)) for f in TASKS}
+    mixed = {f: getattr(a, f) + share * (getattr(b, f) - getattr(a, f)) for f in FIELDS}
     # Noise can make times fall with size; an extrapolated time is never below the last measured one.
     return b.model_copy(update={f: max(v, getattr(b, f)) if share > 1 else v for f, v in mixed.items()})
 
@@ -51,7 +54,7 @@ def slice_times(layer: LayerProfile, samples: float, slices: int) -> TaskTimes:
         overhead = min(max(0.0, low - (high - low) / (known[1] - known[0]) * known[0]), getattr(whole, field))
         return float(overhead + (getattr(whole, field) - overhead) / slices)
 
-    return whole.model_copy(update={field: of(field) for field in TASKS})
+    return whole.model_copy(update={field: of(field) for field in FIELDS})
 
 
 OF_A_SAMPLE = (
@@ -99,7 +102,13 @@ def divided_sequences(profile: Profile, copies: int) -> Profile:
 def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0, slices: int = 1) -> TaskTimes:
     """Return the sum of the layers' task times for a micro-batch of ``samples``, or a slice, times ``share``."""
     each = [slice_times(layer, samples, slices) for layer in layers]
-    return TaskTimes(**{f: share * sum([getattr(t, f) for t in each]) for f in TASKS})
+    return TaskTimes(
+        forward=share * sum([t.forward for t in each]),
+        input_grad=share * sum([t.input_grad for t in each]),
+        weight_grad=share * sum([t.weight_grad for t in each]),
+        joint=share * sum([t.joint for t in each]),
+        recompute=share * sum([t.recompute for t in each]),
+    )
 
 
 @dataclass(eq=False)

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.experts import least_exchange_seconds
-from raypipe.cost.memory import StageMemory, kept_bytes, last_workspace, parameter_bytes, stage_memory
-from raypipe.cost.profile import TASKS, Profile
-from raypipe.cost.sizes import times_at, times_of_stages
+from raypipe.cost.memory import kept_bytes, last_workspace, parameter_bytes
+from raypipe.cost.profile import Profile
+from raypipe.cost.sizes import FIELDS, times_at, times_of_stages
+from raypipe.cost.stages import narrow_bytes
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.form import Form
@@ -67,6 +69,7 @@ class StageArrays:
     profile: Profile
     train: TrainSpec
     _times: dict[int, dict[str, Array]] = field(default_factory=dict)
+    _sizes: dict[str, Array] = field(default_factory=dict)
 
     def times(self, microbatch: int) -> dict[str, Array]:
         """Per field of ``TaskTimes``, the seconds of each layer; layers that are alike are looked up once.
@@ -77,7 +80,9 @@ class StageArrays:
         if microbatch not in self._times:
             layers, kinds = self.profile.layers, times_of_stages(self.profile.layers).kinds
             known = {kind: times_at(layers[kind], microbatch) for kind in set(kinds)}
-            self._times[microbatch] = {name: np.array([getattr(known[kind], name) for kind in kinds]) for name in TASKS}
+            self._times[microbatch] = {
+                name: np.array([getattr(known[kind], name) for kind in kinds]) for name in FIELDS
+            }
             if self.profile.exchanging > 1:
                 sizes = {layer.exchanged_bytes for layer in layers}
                 least = {size: least_exchange_seconds(self.profile, size * microbatch) for size in sizes}
@@ -106,7 +111,7 @@ class StageArrays:
             scale = np.where(both > 0, (times["joint"] + extra) / np.maximum(both, 1e-300), 1.0)
             inputs, weight = inputs * scale, weight * scale
         inputs[: next((s for s in range(len(cut)) if s not in frozen), 0)] = 0.0
-        sent = np.array([p.layers[layers[-1]].sent_bytes for layers in cut]) * microbatch
+        sent = self._size("sent_bytes")[[layers[-1] for layers in cut]] * microbatch
         none = np.zeros(len(cut))
         return StageSeconds(
             forward=times["forward"] + extra,
@@ -125,33 +130,67 @@ class StageArrays:
     def bytes(self, cut: Cut, microbatch: int, split: bool, level: int, group: int) -> dict[str, Array]:
         """Return, per field of ``StageMemory`` that bounds read, its bytes by stage, for full micro-batches; of shards
         (``level``, over ``group`` copies), those always there."""
-        p, again, ends = self.profile, copies_of_experts(group, self.profile.experts), [layers[-1] for layers in cut]
+        p, starts, ends = self.profile, [layers[0] for layers in cut], [layers[-1] for layers in cut]
         each = parameter_bytes(p.dtype, self.train.optimizer, self.train.momentum)
-        whole = [stage_memory(p, layers, microbatch, each, split=split) for layers in cut]
-        shares = [stage.divided(level, group, again) for stage in whole]
-
-        def of(stages: Sequence[StageMemory], *names: str) -> dict[str, Array]:
-            return {name: np.array([getattr(stage, name) for stage in stages]) for name in names}
-
-        divided = np.array([stage.shared(again) for stage in whole])
-        weights, gradients, casts, narrow = of(whole, "weights", "gradients", "casts", "narrow").values()
-        narrow = narrow * (level == 3)  # 16-bit copies of weights that are gathered go with these
-        summing = divided * gradients * (level >= 2)
-        backwards = np.array([last_workspace(p.layers[i], split) for i in ends])
+        values, held = (np.add.reduceat(self._size(name), starts) for name in ("trained", "parameters"))
+        if len(cut) == 1:
+            values, held = values - p.trained_tied, held - p.tied_parameters
+        reduced = values.copy()
+        reduced[[0, -1][: len(cut)]] -= p.trained_tied
+        output = self._size("output_bytes")[ends] * microbatch
+        arriving = np.concatenate([[0.0], output[:-1]])
+        fixed = 0.0 if split else np.add.reduceat(self._size("kept_fixed_bytes"), starts)
+        kept = np.add.reduceat(self._size("kept_bytes"), starts) + self._size("unread_input_bytes")[starts]
+        # Of experts that copies divide, each has its share already; those with the same one may divide it again.
+        experts = np.add.reduceat(self._size("expert_parameters"), starts) * (p.experts > 1)
+        again = copies_of_experts(group, p.experts)
+        dense = values if again > 1 else values - experts
+        optimizer, gradients, weights = (
+            (values - experts) / group + experts / again if level >= least else values for least in (1, 2, 3)
+        )
+        narrow = np.add.reduceat(self._narrow, starts) if level == 3 else np.zeros(len(cut))
         return {
-            **of(shares, "weights", "frozen", "gradients", "optimizer", "reduced"),
-            **of(whole, "kept", "kept_for_w", "input", "messages"),
-            "gathered": divided * weights * (level == 3) - narrow,
-            "summing": summing,
-            "graded": gradients - summing,  # from the first backward to the update
-            "casts": casts - narrow,
-            "sent": np.array([p.layers[i].sent_bytes for i in ends]) * microbatch,
-            "workspace": backwards[:, 0] * microbatch + backwards[:, 1],
+            "weights": weights * each.weight,
+            "gathered": dense * each.weight * (level == 3) - narrow,
+            "frozen": (held - values) * each.weight,
+            "gradients": gradients * each.gradient,
+            "summing": dense * each.gradient * (level >= 2),
+            "graded": (values - dense * (level >= 2)) * each.gradient,  # from the first backward to the update
+            "optimizer": optimizer * (each.optimizer + each.master),
+            # 16-bit copies of weights that are gathered go with these.
+            "casts": np.add.reduceat(self._size("cast_bytes"), starts) - narrow,
+            "reduced": reduced * each.gradient,
+            "kept": kept * microbatch + output + fixed,
+            "kept_for_w": np.add.reduceat(self._size("waiting"), starts) * microbatch,
+            "input": arriving,
+            "messages": arriving + output,
+            "sent": self._size("sent_bytes")[ends] * microbatch,
+            "workspace": self._workspace[split][0][ends] * microbatch + self._workspace[split][1][ends],
         }
 
     def kept(self, microbatch: int, split: bool) -> Array:
         """Per layer, the bytes of activations that it keeps of a micro-batch."""
         return np.array([kept_bytes(layer, microbatch, split) for layer in self.profile.layers])
+
+    @cached_property
+    def _workspace(self) -> tuple[Array, Array]:
+        """Per layer, the two figures of ``last_workspace``, for backwards that are not split and for those that are."""
+        joint, split = (np.array([last_workspace(one, way) for one in self.profile.layers]).T for way in (False, True))
+        return joint, split
+
+    @cached_property
+    def _narrow(self) -> Array:
+        """Per layer, the bytes of ``narrow_bytes``."""
+        return np.array([narrow_bytes(self.profile, (i,)) for i in range(len(self.profile.layers))])
+
+    def _size(self, name: str) -> Array:
+        """Per layer, a field of its profile."""
+        if name not in self._sizes:
+            self._sizes[name] = np.array([float(getattr(layer, name)) for layer in self.profile.layers])
+        return self._sizes[name]
+
+
+Times = NDArray[np.float64]
 
 
 class Collectives(NamedTuple):
@@ -256,11 +295,11 @@ def busiest_seconds(form: Form, costs: CostTable | StageSeconds, frozen: tuple[i
 class Lives(NamedTuple):
     """Activations of a candidate, by stage: how long those of a micro-batch live, and how many bytes they are."""
 
-    whole: Array
+    whole: Times
     """Bytes from a forward to its backward; 0 where they may be gone before."""
-    again: Array
+    again: Times
     """Bytes to recompute them from; no more than ``whole``."""
-    saved: Array
+    saved: Times
     """Bytes kept for each second that is not recomputed, at least."""
 
 
@@ -269,7 +308,7 @@ def least_seconds_in_memory(
     microbatches: int,
     costs: CostTable | StageSeconds,
     lives: Lives,
-    room: Array,
+    room: Times,
     recomputing: bool,
     frozen: tuple[int, ...] = (),
 ) -> float:
@@ -320,10 +359,10 @@ def least_seconds_in_memory(
 class _Tasks(NamedTuple):
     """Seconds of each stage's tasks for one micro-batch; those that it does not have take none."""
 
-    forward: Array
-    back: Array
-    weight: Array
-    recomputed: Array
+    forward: Times
+    back: Times
+    weight: Times
+    recomputed: Times
     first: int
     """The first stage that has a backward."""
     sent: NDArray[np.bool_]
@@ -343,7 +382,7 @@ def _tasks(form: Form, costs: CostTable | StageSeconds, recompute: frozenset[int
     return _Tasks(forward, back, weight, recomputed, first, np.array([bool(one.sends_to) for one in needs[1:]]))
 
 
-def _ways(form: Form, costs: CostTable | StageSeconds, tasks: _Tasks) -> tuple[Array, Array, Array, Array]:
+def _ways(form: Form, costs: CostTable | StageSeconds, tasks: _Tasks) -> tuple[Times, Times, Times, Times]:
     """By stage, seconds until the next one can start, there and back; by replica and stage, the way to it from stage 0,
     and from it back to there."""
     place, size = np.array(form.placement), float(form.size)
@@ -359,12 +398,12 @@ def _ways(form: Form, costs: CostTable | StageSeconds, tasks: _Tasks) -> tuple[A
     return leading, returning, there, home
 
 
-def _sums(place: NDArray[np.int64], values: Array, devices: int) -> Array:
-    result: Array = np.bincount(place.ravel(), np.broadcast_to(values, place.shape).ravel(), devices).astype(float)
+def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:
+    result: Times = np.bincount(place.ravel(), np.broadcast_to(values, place.shape).ravel(), devices).astype(float)
     return result
 
 
-def _least(place: NDArray[np.int64], values: Array, devices: int) -> Array:
+def _least(place: NDArray[np.int64], values: Times, devices: int) -> Times:
     result = np.full(devices, np.inf)
     np.minimum.at(result, place, values)
     return result
