@@ -254,16 +254,5 @@ def with_exchange(costs: CostTable, seconds: Sequence[float], overlap: float = 0
     """
     if not any(seconds):
         return costs
-
-    def longer(times: Sequence[float]) -> tuple[float, ...]:
-        return tuple(t + 2 * s for t, s in zip(times, seconds, strict=True))
-
-    return replace(
-        costs,
-        forward=longer(costs.forward),
-        input_grad=longer(costs.input_grad),
-        recompute=longer(costs.recompute),
-        dispatch=tuple(seconds),
-        combine=tuple(seconds),
-        overlap=overlap,
-    )
+    longer = with_gathers(costs, seconds, (2, 2))
+    return replace(longer, dispatch=tuple(seconds), combine=tuple(seconds), overlap=overlap)

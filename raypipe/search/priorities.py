@@ -17,7 +17,7 @@ from raypipe.schedule.kinds import BACKWARD, GRADIENTS, JOINT
 from raypipe.schedule.passes import add_recompute, fuse_backward, split_backward, without_frozen
 from raypipe.schedule.shape import Concat, Shape
 from raypipe.search.list_scheduling import LaneArrays, Reserve, Setting, floats, ints
-from raypipe.search.problem import DeviceOrders, Problem
+from raypipe.search.problem import DeviceOrders, Problem, lane_order
 
 ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
 """Kinds from the highest to the lowest priority; BW counts as B, and R comes before all."""
@@ -177,7 +177,7 @@ def _until_backward(p: Problem) -> list[float]:
     The unit is one forward of each stage that the device holds.
     """
     result = [1.0] * len(p.kind)
-    order = sorted(range(len(p.kind)), key=_depth(p).__getitem__)
+    order = lane_order(p)
     for own in p.lanes_of:
         forwards = [c for c in own if p.kind[c] == "F"]
         for f in forwards:
@@ -197,24 +197,9 @@ def _until_backward(p: Problem) -> list[float]:
 def _round_trips(p: Problem) -> list[float]:
     """Per lane, the longest path from its start to the end of a micro-batch."""
     down = [0.0] * len(p.kind)
-    depth = _depth(p)
-    for c in sorted(range(len(p.kind)), key=lambda c: -depth[c]):
+    for c in reversed(lane_order(p)):
         down[c] = p.time[c] + max((down[e] + lag for e, lag in p.after[c]), default=0.0)
     return down
-
-
-def _depth(p: Problem) -> list[int]:
-    """Per lane, the number of lanes on the longest chain before it."""
-    depth = [-1] * len(p.kind)
-
-    def of(c: int) -> int:
-        if depth[c] < 0:
-            depth[c] = 1 + max((of(b) for b, _ in p.before[c]), default=-1)
-        return depth[c]
-
-    for c in range(len(p.kind)):
-        of(c)
-    return depth
 
 
 def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable, delays
@@ -30,30 +30,30 @@ class Problem:
     microbatches: int
     rules: Rules
     devices: int
-    kind: list[Kind]
+    kind: list[Kind] = field(default_factory=list)
     """Per lane, like all fields down to ``frees``."""
-    stage: list[int]
-    replica: list[int]
-    device: list[int]
-    time: list[float]
+    stage: list[int] = field(default_factory=list)
+    replica: list[int] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    time: list[float] = field(default_factory=list)
     """Time of one task, in the cost table's unit."""
-    count: list[int]
+    count: list[int] = field(default_factory=list)
     """Number of tasks: the micro-batches of the lane's replica."""
-    base: list[int]
+    base: list[int] = field(default_factory=list)
     """Number of the lane's first task."""
-    before: list[list[tuple[int, float]]]
+    before: list[list[tuple[int, float]]] = field(default_factory=list)
     """The lanes whose task of the same micro-batch it waits for, each with the latency of the message."""
-    after: list[list[tuple[int, float]]]
+    after: list[list[tuple[int, float]]] = field(default_factory=list)
     """The lanes that wait for it, each with the latency."""
-    takes: list[float]
+    takes: list[float] = field(default_factory=list)
     """Activations that a task allocates when it starts."""
-    frees: list[float]
+    frees: list[float] = field(default_factory=list)
     """Activations that a task frees when it ends."""
-    cap: list[float]
+    cap: list[float] = field(default_factory=list)
     """Memory limit per device, in activations."""
-    lanes_of: list[list[int]]
+    lanes_of: list[list[int]] = field(default_factory=list)
     """Per device, its lanes."""
-    lane: list[int]
+    lane: list[int] = field(default_factory=list)
     """Per task, its lane."""
     sized: bool = False
     """Whether stages' activations differ in size: then the bounds leave memory out, which count activations."""
@@ -158,27 +158,7 @@ def build(
         raise ScheduleError("costs", f"{costs.stages} values for {stages} stages", f"give 1 or {stages} values")
     devices = 1 + max(d for row in places for d in row)
     inputs, outputs, needs = graph.inputs(), graph.outputs(), backwards(graph, rules)
-    p = Problem(
-        places,
-        graph,
-        microbatches,
-        rules,
-        devices,
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-        [[] for _ in range(devices)],
-        [],
-    )
+    p = Problem(places, graph, microbatches, rules, devices, lanes_of=[[] for _ in range(devices)])
     number: dict[tuple[Kind, int, int], int] = {}
     for replica, row in enumerate(places):
         count = max(0, -(-(microbatches - replica) // len(places)))

@@ -76,7 +76,7 @@ def test_the_plan_is_predicted_as_the_candidate(in_little: Decision) -> None:
     assert [layer for part in plan.cut for layer in part] == list(range(16 + 2 + 8 + 1))
     profile = analytic_profile(job.model, A100, job.train.dtype, [1, 2])
     own = PlanPredictor(job, profile).predict(plan)
-    assert own.time.step == pytest.approx(best.step_s, rel=1e-9)
+    assert own.step_s == pytest.approx(best.step_s, rel=1e-9)
     assert [device.total for device in own.memory] == pytest.approx(list(best.memory_bytes), rel=1e-9)
     assert best.order is not None
     assert best.compute_s <= simulate(best.order, own.costs).makespan * (1 + 1e-9)
@@ -136,5 +136,5 @@ def test_copies_that_divide_their_state_divide_heads_too() -> None:
         assert best.fits
         assert build_schedule(plan, job.train.batch).sharding is not None
         own = PlanPredictor(job, analytic_profile(job.model, A100, job.train.dtype, [1, 2])).predict(plan)
-        assert own.time.step == pytest.approx(best.step_s, rel=1e-9)
+        assert own.step_s == pytest.approx(best.step_s, rel=1e-9)
         assert [device.total for device in own.memory] == pytest.approx(list(best.memory_bytes), rel=1e-9)

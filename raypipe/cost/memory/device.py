@@ -83,8 +83,14 @@ def device_memory(
         base=process_bytes(profile, schedule.devices, copies),
         reserved=profile.reserved,
         stages=[
-            stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed).padded(
-                whole_matrices(profile, layers, group).padding if schedule.zero_level(s) else 0, each
+            stage_memory(
+                profile,
+                layers,
+                samples,
+                each,
+                split=s in split,
+                recomputed=recomputed,
+                padding=whole_matrices(profile, layers, group).padding if schedule.zero_level(s) else 0,
             )
             for s, layers in enumerate(cut)
         ],

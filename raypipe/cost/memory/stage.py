@@ -72,17 +72,6 @@ class StageMemory:
             weights=weights * self.weights,
         )
 
-    def padded(self, values: int, each: ParameterBytes) -> StageMemory:
-        """Return the stage with so many more trained values, which shards are padded with (``whole_matrices``)."""
-        return replace(
-            self,
-            weights=self.weights + values * each.weight,
-            gradients=self.gradients + values * each.gradient,
-            optimizer=self.optimizer + values * (each.optimizer + each.master),
-            update=self.update + values * each.master,
-            reduced=self.reduced + values * each.gradient,
-        )
-
     def shared(self, again: int) -> float:
         """Return the share of the trained parameters that holders may divide: all but experts that they do not divide
         ``again``."""
@@ -117,6 +106,7 @@ def stage_memory(
     *,
     split: bool,
     recomputed: Collection[int] | None = None,
+    padding: int = 0,
 ) -> StageMemory:
     """Memory of the stage that holds these layers.
 
@@ -127,6 +117,7 @@ def stage_memory(
         each: bytes of a parameter.
         split: the stage's backward is split in B and W.
         recomputed: layers that an R computes again; all of the stage by default.
+        padding: trained values by which shards are larger than what they hold (``cost.stages.whole_matrices``).
     """
     own = [profile.layers[i] for i in layers]
     last = len(profile.layers) - 1
@@ -135,20 +126,21 @@ def stage_memory(
     before = profile.layers[layers[0] - 1].output_bytes if layers[0] else 0.0
     arriving = (before if own[0].input_bytes is None else own[0].input_bytes) * samples
     values, tied = trained_parameters(profile, layers), profile.trained_tied
+    padded = values + padding
     ends = {0, last} & set(layers)
     within = float(tied * each.gradient) if len(ends) == 2 else 0.0
     return StageMemory(
-        weights=float(values * each.weight),
+        weights=float(padded * each.weight),
         experts=float(expert_parameters(profile, layers) * each.weight),
         frozen=float((parameters(profile, layers) - values) * each.weight),
-        gradients=float(values * each.gradient),
+        gradients=float(padded * each.gradient),
         optimizer=float(
-            values * (each.optimizer + each.master) + (values - matrix_values(profile, layers)) * each.rest
+            padded * (each.optimizer + each.master) + (values - matrix_values(profile, layers)) * each.rest
         ),
-        update=float(values * each.master),
+        update=float(padded * each.master),
         casts=sum(layer.cast_bytes for layer in own),
         narrow=narrow_bytes(profile, layers),
-        reduced=float((values - (tied if ends else 0)) * each.gradient),
+        reduced=float((padded - (tied if ends else 0)) * each.gradient),
         kept=(sum(layer.kept_bytes for layer in own) + own[0].unread_input_bytes) * samples
         + output
         + (0.0 if split else sum(layer.kept_fixed_bytes for layer in own)),

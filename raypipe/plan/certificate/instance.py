@@ -6,7 +6,7 @@ numbers hold for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -31,6 +31,13 @@ class Kind:
     """Its weights' update, once a step."""
     overhead: float = 0.0
     """Of each task, besides its layers; see ``Instance.tasks``."""
+
+    @staticmethod
+    def of(kinds: Sequence[Kind], which: Callable[[Iterable[float]], float]) -> Kind:
+        """Each time of several kinds, joined by ``min`` or ``max``."""
+        names = ("forward", "input_grad", "backward", "recompute", "update")
+        each = {name: tuple(map(which, zip(*(getattr(kind, name) for kind in kinds), strict=True))) for name in names}
+        return Kind(**each, overhead=which(kind.overhead for kind in kinds))
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -94,21 +101,7 @@ class Instance:
     @cached_property
     def least(self) -> Kind:
         """Each task on the kind of device that is fastest for it."""
-        used = [self.kinds[k] for k in sorted(set(self.kind_of))]
-        if len(used) == 1:
-            return used[0]
-
-        def by(name: str) -> tuple[float, ...]:
-            return tuple(map(min, zip(*(getattr(kind, name) for kind in used), strict=True)))
-
-        return Kind(
-            forward=by("forward"),
-            input_grad=by("input_grad"),
-            backward=by("backward"),
-            recompute=by("recompute"),
-            update=by("update"),
-            overhead=min(kind.overhead for kind in used),
-        )
+        return Kind.of([self.kinds[k] for k in sorted(set(self.kind_of))], min)
 
     @cached_property
     def ahead(self) -> tuple[float, ...]:

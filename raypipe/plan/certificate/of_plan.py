@@ -150,8 +150,9 @@ def _instance(judge: Predictor, p: Prediction) -> Instance:
     names = sorted({tuple(kind.device for kind in kinds) for kinds in positions})
     busy = profile.placed.busy(c.stages * c.replicas)
     by_name = {tuple(kind.device for kind in kinds): kinds for kinds in positions}
+    # A position that several kinds of device have, in different copies, is as slow as the slowest of them.
     kinds = tuple(
-        _slowest([_kind(one, samples, busy, _without_b(judge, p)) for one in by_name[name]]) for name in names
+        Kind.of([_kind(one, samples, busy, _without_b(judge, p)) for one in by_name[name]], max) for name in names
     )
     overheads = judge.overheads(c)
     waits = waits_for_all(judge, p)
@@ -193,15 +194,6 @@ def _kind(profile: Profile, samples: float, busy: int, without_b: int) -> Kind:
         update=tuple(profile.update_s_per_parameter * n for n in trained),
         overhead=profile.task_overhead_s,
     )
-
-
-def _slowest(kinds: list[Kind]) -> Kind:
-    """A position that several kinds of device have, in different copies, is as slow as the slowest of them."""
-    if len(kinds) == 1:
-        return kinds[0]
-    names = ("forward", "input_grad", "backward", "recompute", "update")
-    by = {name: tuple(map(max, zip(*(getattr(kind, name) for kind in kinds), strict=True))) for name in names}
-    return Kind(**by, overhead=max(kind.overhead for kind in kinds))
 
 
 def _state(

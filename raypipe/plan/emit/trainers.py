@@ -20,9 +20,9 @@ from raypipe.plan.emit import automodel, deepspeed, megatron, torchtitan
 from raypipe.plan.emit.layout import TrainerLayout, layers_per_block, of_blocks
 from raypipe.plan.emit.nearest import Abilities, Choices, Draft, nearest
 from raypipe.plan.plan import Plan
-from raypipe.plan.predict.of_plan import PlanPrediction, PlanPredictor
+from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.plan.predict.orders import Order
-from raypipe.plan.predict.prediction import Cut
+from raypipe.plan.predict.prediction import Cut, PlanPrediction
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.tensor_groups import ALONE, Sharing, sharing_of
 
@@ -163,14 +163,14 @@ def emit(name: str, plan: Plan, costs: Costs, file: Path | None) -> Emitted:
     trainer, job = TRAINERS[name], costs.job
     drafts = nearest(layout_of(plan, costs), trainer.able, costs.choices(layout_of(plan, costs)))
     result = [(draft, costs.predict(draft.layout.plan())) for draft in drafts]
-    draft, best = min(result, key=lambda pair: (max(0.0, pair[1].excess), pair[1].time.step))
+    draft, best = min(result, key=lambda pair: (max(0.0, pair[1].excess), pair[1].step_s))
     if best.excess > 0:
         lacks = f"the nearest to the plan lacks {best.excess / GIB:.1f} GiB a device"
         why = f"{trainer.able.title} cannot express the plan: {lacks} ({'; '.join(draft.lost)})"
         raise RequestError("--emit", why, "give the planner what it has, such as --set parallel.shard=zero1")
-    lost = _lost(draft, trainer, best.time.step, costs.predict(plan).time.step)
+    lost = _lost(draft, trainer, best.step_s, costs.predict(plan).step_s)
     text = trainer.write(draft.layout, job, file)
-    head = [f"raypipe's nearest layout for {trainer.able.title}: predicted {best.time.step:.4g} s a step", *lost]
+    head = [f"raypipe's nearest layout for {trainer.able.title}: predicted {best.step_s:.4g} s a step", *lost]
     return Emitted(text=_commented(text, head, trainer), lost=tuple(lost), layout=draft.layout)
 
 
@@ -294,13 +294,13 @@ def slow(layout: TrainerLayout, plan: Plan, costs: Costs) -> Slow:
     made = layout.plan()
     own, planned = costs.predict(made), costs.predict(plan)
     own_parts, plan_parts = _parts(own, made), _parts(planned, plan)
-    saved = {name: own.time.step - step_s for name, step_s in _changed(layout, layout_of(plan, costs), costs)}
+    saved = {name: own.step_s - step_s for name, step_s in _changed(layout, layout_of(plan, costs), costs)}
     return Slow(
-        step_s=own.time.step,
-        planned_s=planned.time.step,
+        step_s=own.step_s,
+        planned_s=planned.step_s,
         excess=own.excess,
         parts={name: (own_parts[name], plan_parts[name]) for name in own_parts},
-        saved={name: seconds for name, seconds in saved.items() if seconds > WORTH * own.time.step},
+        saved={name: seconds for name, seconds in saved.items() if seconds > WORTH * own.step_s},
     )
 
 
@@ -316,10 +316,10 @@ def _parts(p: PlanPrediction, plan: Plan) -> dict[str, float]:
         for d in range(len(tasks))
     ]
     slowest = max(busy) - sum(busy) / len(busy)
-    bubbles = max(0.0, p.time.compute - p.time.busy - slowest)
-    rest = p.time.step - p.time.busy - slowest - bubbles
+    bubbles = max(0.0, p.compute_s - p.busy_s - slowest)
+    rest = p.step_s - p.busy_s - slowest - bubbles
     return {
-        "computing": p.time.busy,
+        "computing": p.busy_s,
         "the busiest device computes more": slowest,
         "bubbles and messages": bubbles,
         "gathers, sums and updates": rest,
@@ -348,4 +348,4 @@ def _changed(layout: TrainerLayout, planned: TrainerLayout, costs: Costs) -> Ite
         except RaypipeError:  # it takes further decisions
             continue
         if result.excess <= 0:
-            yield name, result.time.step
+            yield name, result.step_s

@@ -55,13 +55,6 @@ class Arrangement:
         """The same back."""
         return Arrangement(tuple(starts[:count].tolist()), tuple(row[:count].tolist()), layers)
 
-    def loads(self, before: Sequence[float], devices: int) -> list[float]:
-        """Per device, the work of its layers; ``before[i]`` is that of all layers before layer i, L + 1 values."""
-        result = [0.0] * devices
-        for a, b, device in zip(self.starts, (*self.starts[1:], self.layers), self.row, strict=True):
-            result[device] += before[b] - before[a]
-        return result
-
 
 def of_layers(devices: Sequence[int]) -> Arrangement:
     """The arrangement with the fewest stages in which each layer is on its device.
@@ -139,12 +132,16 @@ def balanced(work: Sequence[float], row: Sequence[int], wish: Sequence[float], d
 
 
 def _measure(before: Sequence[float], starts: Sequence[int], row: Sequence[int], devices: int) -> tuple[float, float]:
-    loads = [0.0] * devices
-    ends = [*starts[1:], len(before) - 1]
-    for a, b, d in zip(starts, ends, row, strict=True):
-        loads[d] += before[b] - before[a]
-    slowest = max(loads)
-    return round(slowest / before[-1], 9), sum(x * x for x in loads) / before[-1] ** 2
+    work = loads(before, starts, row, devices)
+    return round(max(work) / before[-1], 9), sum(x * x for x in work) / before[-1] ** 2
+
+
+def loads(before: Sequence[float], starts: Sequence[int], row: Sequence[int], devices: int) -> list[float]:
+    """Per device, the work of its layers; ``before[i]`` is that of all layers before layer i, L + 1 values."""
+    result = [0.0] * devices
+    for a, b, device in zip(starts, [*starts[1:], len(before) - 1], row, strict=True):
+        result[device] += before[b] - before[a]
+    return result
 
 
 class Stages(NamedTuple):

@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.hosts import Layout
-from raypipe.cost.kinds import least_times, room_bytes
-from raypipe.cost.memory import ParameterBytes, parameter_bytes, shares_input
+from raypipe.cost.kinds import capacities, least_times, room_bytes
+from raypipe.cost.memory import DeviceMemory, StageMemory, parameter_bytes, shares_input, stage_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import crowding, expert_parameters, frozen_stages, parameters, stage_costs, trained_parameters
+from raypipe.cost.stages import crowding, frozen_stages, stage_costs
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways
 from raypipe.plan.certificate.closed import MemoryTime
@@ -29,9 +30,11 @@ from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
-from raypipe.plan.predict.prediction import Cut
+from raypipe.plan.predict.orders import Order
+from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.step_bound import (
     NO_COLLECTIVES,
+    Collectives,
     Lives,
     StageArrays,
     StageSeconds,
@@ -224,15 +227,32 @@ class CandidateCosts:
             self._bottlenecks[microbatch] = bottlenecks(self.layer_times(microbatch), self.most_stages)
         return self._bottlenecks[microbatch]
 
-    def overheads(self, c: Candidate) -> StepOverheads:
-        """Return what its step has besides tasks."""
+    def overheads(self, c: Candidate | ParallelSpec, order: Order | None = None) -> StepOverheads:
+        """Return what its step has besides tasks; ``order``: where the keys do not say whether it divides state."""
         if not self.train.needs_norm:
             return StepOverheads(copies=c.replicas)
         key = (c.stages, c.replicas)
         if key not in self._norms:
-            everyone = Layout.of(range(c.groups), self.profile.placed)
+            everyone = Layout.of(range(c.stages * c.replicas), self.profile.placed)
             self._norms[key] = collective_seconds(self.profile, "all_reduce", 8.0, everyone)
-        return StepOverheads(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
+        waits = order is not None and order.schedule.sharding is not None  # all that shards know
+        return StepOverheads(copies=c.replicas, norm="wait" if waits else c.update, norm_s=self._norms[key])
+
+    def prediction(
+        self, c: Candidate, cut: Cut, costs: CostTable, memory: tuple[DeviceMemory, ...], **more: Any
+    ) -> Prediction:
+        """Return what is known of a candidate before its step is timed; ``more`` are further fields."""
+        times = {"step_s": 0.0, "compute_s": 0.0, "busy_s": 0.0}
+        return Prediction(
+            candidate=c,
+            batch=self.train.batch,
+            cut=cut,
+            costs=costs,
+            memory=memory,
+            capacities=capacities(self.profile, c.stages, c.replicas),
+            frozen=self.frozen(cut),
+            **{**times, **more},
+        )
 
 
 @dataclass
@@ -270,7 +290,7 @@ class Bounds(CandidateCosts):
         """Return the bytes that weights, gradients and optimizer state leave on some device of any plan of the grid at
         most; negative if none fits. ``again``: see ``_static``."""
         group = grid.replicas if self.divides and self.asked.get("shard") != "none" else 1
-        return self._most_memory - self._static(grid.stages, 3, group, again)
+        return self._most_room - self._static(grid.stages, 3, group, again)
 
     def _memory_time(self, microbatch: int) -> MemoryTime:
         """Return the time that memory costs a step, whatever the cut, for a micro-batch size.
@@ -292,9 +312,9 @@ class Bounds(CandidateCosts):
         return self._memory_times[microbatch]
 
     @cached_property
-    def _most_memory(self) -> float:
-        """Of any device."""
-        return max(kind.memory_bytes for kind in self.profile.kinds)
+    def _most_room(self) -> float:
+        """Memory for the model of any device."""
+        return max(kind.memory_bytes - kind.process_bytes for kind in self.profile.kinds)
 
     def _sums(self, microbatch: int) -> tuple[float, float, float, float]:
         """Seconds of the whole model for one micro-batch: forward, joint backward, both gradients apart, the input
@@ -313,22 +333,15 @@ class Bounds(CandidateCosts):
         """Weights, gradients and optimizer state: some device of a pipeline holds at least so much, of which copies
         divide among ``group`` what the ZeRO level says, and experts among ``again``: by default all of them that hold
         the same ones."""
-        each, experts, dense, frozen, process = self._held
         again = copies_of_experts(group, self.profile.experts) if again is None else again
-        shared = dense / group + experts / again
-        shares = (shared if level >= least else dense + experts for least in (3, 2, 1, 1))
-        held = sum(part * share for part, share in zip(each[:4], shares, strict=True))  # some have no more state
-        return (held + frozen) / stages + process
+        own = self._whole_model.divided(level, group, again)
+        return (own.state + own.gradients) / stages
 
     @cached_property
-    def _held(self) -> tuple[ParameterBytes, int, int, float, float]:
-        """Of the whole model: bytes of a parameter; trained values of experts that copies divide, and of all else;
-        bytes of frozen weights; what a device's process takes."""
-        p, layers = self.profile, range(len(self.profile.layers))
-        each = parameter_bytes(p.dtype, self.train.optimizer, self.train.momentum)
-        trained, experts = trained_parameters(p, layers), expert_parameters(p, layers)
-        frozen = float((parameters(p, layers) - trained) * each.weight)
-        return each, experts, trained - experts, frozen, min(k.process_bytes for k in p.kinds)
+    def _whole_model(self) -> StageMemory:
+        """The model as one stage, for what does not depend on micro-batches."""
+        each = parameter_bytes(self.profile.dtype, self.train.optimizer, self.train.momentum)
+        return stage_memory(self.profile, range(len(self.profile.layers)), 1, each, split=True)
 
     def least(self, c: Candidate) -> float:
         """Return a lower bound on the candidate's step in seconds, if it recomputes where it may; infinite if its
@@ -400,21 +413,30 @@ class Bounds(CandidateCosts):
         else:
             costs = self.costs(c)
             collectives = least_collectives(c) if c.shard != "none" else NO_COLLECTIVES
-        step = least_step_seconds(
-            form, c.microbatches, costs, self.overheads(c), collectives=collectives, frozen=frozen
-        )
+        step = self.least_step(c, costs, collectives=collectives)
         if within:
             lives, room = self._lives_of(c, form, costs, level, group)
             recomputing = recomputing and not form.recomputes
             step = max(step, least_seconds_in_memory(form, c.microbatches, costs, lives, room, recomputing, frozen))
         return step * (1 - 1e-9)
 
+    def least_step(
+        self,
+        c: Candidate,
+        costs: StageSeconds | CostTable,
+        recompute: frozenset[int] = frozenset(),
+        collectives: Collectives = NO_COLLECTIVES,
+    ) -> float:
+        """Return ``least_step_seconds`` of a candidate with these costs, in which these stages recompute too."""
+        frozen = self.frozen(self.cut(c))
+        return least_step_seconds(c.form, c.microbatches, costs, self.overheads(c), recompute, collectives, frozen)
+
     def is_too_large(self, c: Candidate) -> bool:
         """Return whether the candidate fits in no order, whatever it recomputes, as far as is known without one."""
         return self._is_too_large(c, c.form, c.level, c.shard_group, not self.profile.other_kinds)
 
     def _is_too_large(self, c: Candidate, form: Form, level: int, group: int, by_stage: bool) -> bool:
-        if self._static(c.stages / form.replicas, level, group) > self._most_memory:
+        if self._static(c.stages / form.replicas, level, group) > self._most_room:
             return True
         if not by_stage:
             return False

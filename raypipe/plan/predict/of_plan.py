@@ -4,14 +4,12 @@ it was made for or on others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.divided_head import as_divided
-from raypipe.cost.hosts import Hosts, Layout, words
+from raypipe.cost.hosts import Hosts, words
 from raypipe.cost.kinds import capacities
-from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.sharded_stages import with_sharding
@@ -21,32 +19,12 @@ from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.orders import Order
-from raypipe.plan.predict.predictor import without_noise
-from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
+from raypipe.plan.predict.prediction import PlanPrediction
+from raypipe.plan.predict.predictor import Predictor, without_noise
+from raypipe.plan.predict.step_time import StepTime, step_time
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import SHARDED
-from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import placement_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanPrediction:
-    """A plan, judged."""
-
-    time: StepTime
-    """Seconds of a step and of its parts."""
-    memory: tuple[DeviceMemory, ...]
-    """Per device of a copy, bytes at its fullest moment."""
-    capacities: tuple[float, ...]
-    """Bytes of each device."""
-    costs: CostTable
-    """Seconds of each task."""
-
-    @property
-    def excess(self) -> float:
-        """Bytes that the fullest device lacks; negative: spare."""
-        return max(device.total - size for device, size in zip(self.memory, self.capacities, strict=True))
 
 
 class PlanPredictor:
@@ -61,8 +39,9 @@ class PlanPredictor:
         Raises:
             ScheduleError: the plan's program cannot run.
         """
-        order, costs = self._order(plan), self.costs(plan)
-        return step_time(Order(order), costs, placement_of(plan.parallel.sync), self._overheads(plan), parts=parts)
+        judge, order = self._judge(plan), _order(plan)
+        overheads = judge.overheads(plan.parallel, order)
+        return step_time(order, _costs(judge, plan, order), placement_of(plan.parallel.sync), overheads, parts=parts)
 
     def predict(self, plan: Plan) -> PlanPrediction:
         """Return the step's time and the memory of each device.
@@ -71,59 +50,35 @@ class PlanPredictor:
             ScheduleError: the plan's program cannot run.
             SpecError: the plan is of another model.
         """
-        parallel, train, order = plan.parallel, self.job.train, Order(self._order(plan))
-        profile = as_exchanged(as_divided(self.profile, parallel), train, parallel)
-        memory = device_memory(
-            profile,
-            tuple(range(own[0], own[-1] + 1) for own in plan.cut),
-            plan.one_copy(),  # sums under way take memory too
-            parallel.microbatch,
-            copies=parallel.replicas,
-            optimizer=train.optimizer,
-            momentum=train.momentum,
-            ahead=train.needs_norm and not self._overheads(plan).waits(order),
-            recomputed=layers_to_recompute(parallel, plan.cut),
-            captured=train.captures_tasks and parallel.tensor == 1,
-            compiling=train.compiles_beside,
-        )
+        parallel, judge, order, time = plan.parallel, self._judge(plan), _order(plan), self.time(plan, parts=True)
+        recomputed = layers_to_recompute(parallel, plan.cut)
         return PlanPrediction(
-            time=self.time(plan, parts=True),
-            memory=memory,
-            capacities=capacities(profile, parallel.stages, parallel.replicas),
-            costs=self.costs(plan),
+            costs=_costs(judge, plan, order),
+            step_s=time.step,
+            compute_s=time.compute,
+            busy_s=time.busy,
+            memory=judge.memories.of_order(parallel, order, plan.cut, recomputed, whole=plan.one_copy()),
+            capacities=capacities(judge.profile, parallel.stages, parallel.replicas),
         )
 
-    def costs(self, plan: Plan) -> CostTable:
-        """Return the costs of the plan's tasks."""
-        parallel, order = plan.parallel, self._order(plan)
-        copy = replace(order.without(SHARDED), sharding=None)
-        profile = as_exchanged(as_divided(self.profile, parallel), self.job.train, parallel)
-        costs = costs_of(
-            profile,
-            plan.cut,
-            parallel.microbatch,
-            copy,
-            parallel.replicas,
-            layers_to_recompute(parallel, plan.cut),
-            parallel.innermost,
-        )
-        if order.sharding is None:
-            return costs
-        return with_sharding(
-            costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas, parallel.innermost
-        )
+    def _judge(self, plan: Plan) -> Predictor:
+        profile = as_exchanged(as_divided(self.profile, plan.parallel), self.job.train, plan.parallel)
+        return Predictor(profile, self.job.train, len(profile.layers))
 
-    def _order(self, plan: Plan) -> Schedule:
-        return plan.one_copy().without({"AR", "U"})
 
-    def _overheads(self, plan: Plan) -> StepOverheads:
-        parallel, order = plan.parallel, self._order(plan)
-        if not self.job.train.needs_norm:
-            return StepOverheads(copies=parallel.replicas)
-        everyone = Layout.of(range(order.devices * parallel.replicas), self.profile.placed)
-        norm_s = collective_seconds(self.profile, "all_reduce", 8.0, everyone)
-        norm: RequestedNormPolicy = parallel.update if order.sharding is None else "wait"  # all that shards know
-        return StepOverheads(copies=parallel.replicas, norm=norm, norm_s=norm_s)
+def _order(plan: Plan) -> Order:
+    return Order(plan.one_copy().without({"AR", "U"}))
+
+
+def _costs(judge: Predictor, plan: Plan, order: Order) -> CostTable:
+    """Return the costs of the plan's tasks."""
+    profile, parallel, sharding = judge.profile, plan.parallel, order.schedule.sharding
+    copy = replace(order.schedule.without(SHARDED), sharding=None)
+    recomputed = layers_to_recompute(parallel, plan.cut)
+    costs = costs_of(profile, plan.cut, parallel.microbatch, copy, parallel.replicas, recomputed, parallel.innermost)
+    if sharding is None:
+        return costs
+    return with_sharding(costs, profile, plan.cut, copy.placement, sharding, parallel.replicas, parallel.innermost)
 
 
 class OtherHosts(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, floor
 
 import numpy as np
@@ -26,7 +27,6 @@ from raypipe.plan.predict.bounds import Bounds, by_device, unanswered, waiting
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Keep
 from raypipe.plan.predict.prediction import Prediction, stages_of
-from raypipe.plan.predict.step_bound import least_step_seconds
 from raypipe.plan.shard_ways import shard_ways
 from raypipe.schedule import SCHEDULES
 
@@ -85,9 +85,13 @@ class OOMFallback(Bounds, ABC):
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
         """Return what the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
         if self.divides:
-            # Small layers leave as much memory in stages of several, and more stages take longer to try.
-            large = float(np.median(self._arrays.kept(1, True))) > LARGE_LAYER * self._most_memory
-            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest, large)
+            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest, self._has_large_layers)
+
+    @cached_property
+    def _has_large_layers(self) -> bool:
+        """Small layers leave as much memory in stages of several, and more stages take longer to try."""
+        most = max(kind.memory_bytes for kind in self.profile.kinds)
+        return float(np.median(self._arrays.kept(1, True))) > LARGE_LAYER * most
 
     @property
     def partly(self) -> bool:
@@ -169,19 +173,7 @@ class OOMFallback(Bounds, ABC):
         most = capacities(self.profile, c.stages, c.replicas)
         if all(one.total * (1 - 1e-9) <= room for one, room in zip(memory, most, strict=True)):
             return None
-        cut = self.cut(c)
-        unfit = Prediction(
-            candidate=c,
-            batch=self.train.batch,
-            cut=cut,
-            costs=self.costs(c),
-            step_s=self.least(c),
-            compute_s=0.0,
-            busy_s=0.0,
-            memory=memory,
-            capacities=most,
-            frozen=self.frozen(cut),
-        )
+        unfit = self.prediction(c, self.cut(c), self.costs(c), memory, step_s=self.least(c))
         return self.oom_fallback(unfit)
 
     def _sharing(self, c: Candidate) -> list[tuple[float, Candidate]]:
@@ -286,15 +278,7 @@ class OOMFallback(Bounds, ABC):
         """
         result = []
         if c.slices > 1:  # a stage in slices recomputes everything or nothing
-            form, costs = c.form, self.costs(c)
-            bound = least_step_seconds(
-                form,
-                c.microbatches,
-                costs,
-                self.overheads(c),
-                frozenset(range(form.stages)),
-                frozen=self.frozen(self.cut(c)),
-            )
+            bound = self.least_step(c, self.costs(c), frozenset(range(c.form.stages)))
             return [(bound * (1 - 1e-9), replace(c, recompute="full"))] if self.recompute else []
         for way in self.recompute:
             if way != "layers":
@@ -309,14 +293,7 @@ class OOMFallback(Bounds, ABC):
         share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
         costs = self.costs(c)
         recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
-        bound = least_step_seconds(
-            form,
-            c.microbatches,
-            replace(costs, recompute=recomputed),
-            self.overheads(c),
-            frozenset(range(form.stages)),
-            frozen=self.frozen(self.cut(c)),
-        )
+        bound = self.least_step(c, replace(costs, recompute=recomputed), frozenset(range(form.stages)))
         return bound * (1 - 1e-9)
 
     def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> float:
@@ -340,8 +317,7 @@ class OOMFallback(Bounds, ABC):
         remade = stages_of(cut, recomputed)
         if remade:
             costs = self.costs_with_recompute(c, form, recomputed)
-        bound = least_step_seconds(form, c.microbatches, costs, self.overheads(c), remade, frozen=self.frozen(cut))
-        return bound * (1 - 1e-9)
+        return self.least_step(c, costs, remade) * (1 - 1e-9)
 
     def _largest(self, p: Prediction) -> list[float]:
         """Per device, the most bytes that a micro-batch in flight has on a stage of it."""

@@ -21,15 +21,12 @@ def stages_of(cut: Cut, layers: Collection[int]) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """One candidate, judged. Times in seconds, memory in bytes; devices are those of one data-parallel copy, since all
-    copies do the same."""
+class PlanPrediction:
+    """A plan, judged. Times in seconds, memory in bytes; devices are those of one data-parallel copy, since all copies
+    do the same."""
 
-    candidate: Candidate
-    batch: int
-    """Samples of a step."""
-    cut: Cut
     costs: CostTable
+    """Seconds of each task."""
     step_s: float
     """Steady time of a step."""
     compute_s: float
@@ -40,6 +37,21 @@ class Prediction:
     """Per device, at its fullest moment."""
     capacities: tuple[float, ...]
     """Memory of each device."""
+
+    @property
+    def excess(self) -> float:
+        """Bytes that the fullest device lacks; negative: spare."""
+        return max(device.total - capacity for device, capacity in zip(self.memory, self.capacities, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(PlanPrediction):
+    """One candidate, judged."""
+
+    candidate: Candidate
+    batch: int
+    """Samples of a step."""
+    cut: Cut
     keep: tuple[float, ...] | None = None
     """Per stage, the share of micro-batches that are not recomputed (``full``: 0; ``microbatches``)."""
     recomputed: frozenset[int] | None = None
@@ -90,11 +102,6 @@ class Prediction:
     def capacity(self) -> float:
         """Memory of the fullest device."""
         return self.capacities[self.fullest]
-
-    @property
-    def excess(self) -> float:
-        """Bytes that the fullest device lacks; negative: spare."""
-        return max(device.total - capacity for device, capacity in zip(self.memory, self.capacities, strict=True))
 
     @property
     def fits(self) -> bool:

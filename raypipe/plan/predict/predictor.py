@@ -15,7 +15,7 @@ from raypipe.cost.kinds import capacities
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import INNERMOST
+from raypipe.job.parallel_spec import INNERMOST, ParallelSpec
 from raypipe.job.requested_schedule import recomputed_after
 from raypipe.plan.candidate import Candidate, candidates, in_slices
 from raypipe.plan.predict.at_scale import DIRECT, Figures, of_candidate
@@ -52,24 +52,24 @@ class Memories:
 
     def of_order(
         self,
-        c: Candidate,
+        c: Candidate | ParallelSpec,
         order: Order,
-        cut: Cut,
+        cut: Sequence[Sequence[int]],
         recomputed: frozenset[int] | None = None,
         beside_shards: bool = False,
+        whole: Schedule | None = None,
     ) -> tuple[DeviceMemory, ...]:
-        """Memory of a given order, as a step of this candidate."""
+        """Memory of a given order, as a step of this candidate; ``whole``: the same with sums and updates."""
         train = self.judge.train
-        ahead = train.needs_norm and not self.judge.overheads(c).waits(order)
         return device_memory(
             self.judge.profile,
             cut,
-            order.schedule,
+            order.schedule if whole is None else whole,
             c.microbatch,
             copies=c.replicas,
             optimizer=train.optimizer,
             momentum=train.momentum,
-            ahead=ahead,
+            ahead=train.needs_norm and not self.judge.overheads(c, order).waits(order),
             recomputed=recomputed,
             beside_shards=beside_shards,
             captured=train.captures_tasks and c.tensor == 1,
@@ -209,12 +209,12 @@ class Predictor(OOMFallback):
     """Judges candidates for one job on one cluster; all times are seconds of a step."""
 
     _orders: Orders = field(default_factory=Orders)
-    _memory: Memories = field(init=False, repr=False, compare=False)
+    memories: Memories = field(init=False, repr=False, compare=False)
     _predicted: dict[tuple[Candidate, bool], Prediction] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._memory = Memories(self, self._orders)
+        self.memories = Memories(self, self._orders)
         self._kinds_cut = KindsCut(self.profile, self.train, self.memory_with)
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
@@ -268,21 +268,16 @@ class Predictor(OOMFallback):
         return self._predicted[c, timed]
 
     def _predict(self, c: Candidate, timed: bool) -> Prediction:
-        keep = self._memory.keep(c) if c.recompute in ("full", "microbatches") else None
-        recomputed = self._memory.recomputed(c) if c.recompute == "layers" else None
-        result = Prediction(
-            candidate=c,
-            batch=self.train.batch,
-            cut=self.cut(c),
-            costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
+        keep = self.memories.keep(c) if c.recompute in ("full", "microbatches") else None
+        recomputed = self.memories.recomputed(c) if c.recompute == "layers" else None
+        result = self.prediction(
+            c,
+            self.cut(c),
+            self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
+            self.memories.of(c, keep, recomputed),
             step_s=self.least(c),
-            compute_s=0.0,
-            busy_s=0.0,
-            memory=self._memory.of(c, keep, recomputed),
-            capacities=capacities(self.profile, c.stages, c.replicas),
             keep=keep,
             recomputed=recomputed,
-            frozen=self.frozen(self.cut(c)),
         )
         return self.time(result) if result.fits or timed else result
 
@@ -290,37 +285,24 @@ class Predictor(OOMFallback):
         """Judge an order that was searched: compute tasks of one data-parallel copy; ``cut`` where the candidate's
         placement does not say it."""
         form = Form.of(schedule, "auto")
-        order = Order(schedule)
         if cut is None:
             costs = self.costs(c, form)
         else:
             costs = self.costs_of(c, cut, form.placement, not form.joint, schedule.sharding)
         cut = self.cut(c, form) if cut is None else cut
-        result = Prediction(
-            candidate=c,
-            batch=self.train.batch,
-            cut=cut,
-            costs=costs,
-            step_s=0.0,
-            compute_s=0.0,
-            busy_s=0.0,
-            memory=self._memory.of_order(c, order, cut),
-            capacities=capacities(self.profile, c.stages, c.replicas),
-            order=schedule,
-            frozen=self.frozen(cut),
-        )
-        return self.time(result, final=True)
+        memory = self.memories.of_order(c, Order(schedule), cut)
+        return self.time(self.prediction(c, cut, costs, memory, order=schedule), final=True)
 
     def predict_gathers(self, p: Prediction, schedule: Schedule) -> Prediction:
         """Judge a plan of level 3 with gathers of its order's own: tasks of one data-parallel copy, AG, FREE and RS
         among them."""
         c = replace(p.candidate, gather="order")
-        memory = self._memory.of_order(c, Order(schedule), p.cut, p.recomputed)
+        memory = self.memories.of_order(c, Order(schedule), p.cut, p.recomputed)
         return self.time(replace(p, candidate=c, memory=memory, order=schedule), final=True)
 
     def beside_shards(self, p: Prediction, schedule: Schedule) -> list[float]:
         """Return what each device holds at most without gathered weights and full gradients."""
-        memory = self._memory.of_order(p.candidate, Order(schedule), p.cut, p.recomputed, beside_shards=True)
+        memory = self.memories.of_order(p.candidate, Order(schedule), p.cut, p.recomputed, beside_shards=True)
         return [device.total for device in memory]
 
     def bare(self, p: Prediction) -> Schedule:
@@ -367,7 +349,7 @@ class Predictor(OOMFallback):
             )
             if order.tasks <= DIRECT:  # sums under way beside activations
                 whole = order.whole(sync, c.replicas)
-                held = replace(timed_p, memory=self._memory.of_order(c, whole, p.cut, p.recomputed))
+                held = replace(timed_p, memory=self.memories.of_order(c, whole, p.cut, p.recomputed))
                 if not held.fits and "lazy" in self.syncs:
                     lazy = timed("lazy")
                     return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)
@@ -382,17 +364,17 @@ class Predictor(OOMFallback):
 
     def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
         """Memory of each device with another cut than the candidate's."""
-        return self._memory.of(c, cut=cut)
+        return self.memories.of(c, cut=cut)
 
     def holds(self, c: Candidate) -> bool:
         """Return whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
-        return self._memory.holds(c)
+        return self.memories.holds(c)
 
     def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
         """See ``OOMFallback``; a long step's memory is an estimate, and bounds nothing."""
         if 3 * c.form.stages * c.microbatches > DIRECT:
             return None
         try:
-            return self._memory.of(replace(c, shard="none", gather="unit", shard_replicas=None))
+            return self.memories.of(replace(c, shard="none", gather="unit", shard_replicas=None))
         except ScheduleError:
             return None

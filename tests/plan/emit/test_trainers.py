@@ -280,7 +280,7 @@ def test_the_file_says_what_is_lost_and_what_it_costs(name: str, trainer: str, l
     result = emit(trainer, plan_of(name), COSTS, tmp_path / "layout")
     assert {line.split(":")[0] for line in result.lost[1:]} == lost
     if lost:
-        own, planned = (COSTS.predict(p).time.step for p in (result.layout.plan(), plan_of(name)))
+        own, planned = (COSTS.predict(p).step_s for p in (result.layout.plan(), plan_of(name)))
         more = max(0.0, own / planned - 1)
         assert f"predicted to take {own:.4g} s a step, {more:.1%} more than the plan" in result.lost[0]
 
@@ -295,7 +295,7 @@ def test_a_plan_is_predicted_as_the_planner_predicts_its_candidate(name: str) ->
     judge = replace(judge, syncs=(p.sync,))
     made = Plan.of(p, judge.cut(c), JOB.train.batch)
     wanted, result = judge.predict(c, timed=True), COSTS.predict(made)
-    assert result.time.step == pytest.approx(judge.time(wanted, final=True).step_s, rel=1e-9)
+    assert result.step_s == pytest.approx(judge.time(wanted, final=True).step_s, rel=1e-9)
     assert [device.total for device in result.memory] == pytest.approx(list(wanted.memory_bytes), rel=1e-9)
 
 
@@ -469,7 +469,7 @@ def test_what_is_slow_about_a_layout_adds_up_and_the_plan_mends_it() -> None:
         assert sum(pair[at] for pair in result.parts.values()) == pytest.approx(step_s, rel=1e-9)
     assert set(result.saved) == {"cut", "recomputation"}
     alone = replace(poor, cut=EVEN)
-    assert result.saved["cut"] == pytest.approx(result.step_s - COSTS.predict(alone.plan()).time.step, rel=1e-9)
+    assert result.saved["cut"] == pytest.approx(result.step_s - COSTS.predict(alone.plan()).step_s, rel=1e-9)
     lines = list(result.lines("theirs"))
     assert lines[0].startswith("theirs: predicted")
     assert any("with the plan's cut alone" in line for line in lines)

@@ -15,7 +15,7 @@ from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.choice import deepest
 from raypipe.plan.choose import choose, plan_of
 from raypipe.plan.decision_json import as_json
-from raypipe.plan.joint.arrangement import balanced, first_arrangements
+from raypipe.plan.joint.arrangement import balanced, first_arrangements, loads
 from raypipe.plan.joint.better_plans import PlanModel, better_plan, better_plans, fitting
 from raypipe.plan.joint.orders_of import OrdersOf, Way
 from raypipe.plan.plan import Plan, build_schedule
@@ -61,12 +61,12 @@ def test_first_arrangements_are_balanced_lines_rings_and_vs() -> None:
     before = [*map(float, range(12)), 15.0]
     result = list(first_arrangements(work, 3, 12))
     assert result[0].row == (0, 1, 2)
-    assert max(result[0].loads(before, 3)) == 5.0
+    assert max(loads(before, result[0].starts, result[0].row, 3)) == 5.0
     assert {a.row for a in result} >= {(0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0, 0, 1, 2)}
-    assert all(max(a.loads(before, 3)) <= 6.0 for a in result if len(a.row) <= 6)
+    assert all(max(loads(before, a.starts, a.row, 3)) <= 6.0 for a in result if len(a.row) <= 6)
     thin = balanced([1.0] * 20, (0, 1, 1, 0), (0.4, 0.4, 1.0, 1.0), 2)
     assert [len(own) for own in thin.cut] == [3, 3, 7, 7]
-    assert max(thin.loads([float(i) for i in range(21)], 2)) == 10.0
+    assert max(loads([float(i) for i in range(21)], thin.starts, thin.row, 2)) == 10.0
 
 
 @pytest.mark.slow
