@@ -494,12 +494,12 @@ def test_a_divided_head_becomes_whole_at_its_predicted_cost(tmp_path: Path) -> N
         back = read(file, costs, 8)[1]
         assert back.plan() == result.layout.plan()
         whole = Plan.of(ParallelSpec(**keys), back.cut, 32)
-        more = costs.predict(whole).time.step / costs.predict(split).time.step - 1
+        more = costs.predict(whole).step_s / costs.predict(split).step_s - 1
         assert f"{more:.1%} more than the plan" in result.lost[0]
         assert more > 0.1
         assert [line.split(":")[0] for line in result.lost[1:]] == ["vocabulary"]
         saved = slow(back, split, costs).saved["division of the head"]
-        assert saved == pytest.approx(costs.predict(whole).time.step - costs.predict(split).time.step, rel=1e-9)
+        assert saved == pytest.approx(costs.predict(whole).step_s - costs.predict(split).step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("trainer", ["torchtitan", "automodel", "deepspeed"])
