@@ -1,6 +1,6 @@
 """Four ranks open a mesh and gradient groups. Not a test file: test_mesh.py runs it.
 
-``python mesh_world.py RANK PORT RUN_ID``: every rank sends to every other, over shared memory inside a "node" and Gloo
+``python mesh_world.py RANK STORE RUN_ID``: every rank sends to every other, over shared memory inside a "node" and Gloo
 between the two; then sums within its groups.
 """
 
@@ -21,10 +21,10 @@ PEERS = [Peer(rank, "left" if rank < 2 else "right", "cpu", f"stage {rank}") for
 EDGES = [(a, b) for a in range(WORLD) for b in range(WORLD) if a != b and (a, b) != (3, 0)]
 
 
-def main(rank: int, port: int, run_id: str) -> None:
+def main(rank: int, store: str, run_id: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     # Order and repeats of the edges, and the order of the groups' names, differ between ranks.
     edges = EDGES[rank:] + EDGES[:rank] + EDGES[:2]
     senders, receivers = open_channels(PEERS[rank], PEERS[::-1], edges, "auto", run_id, timeout_s=30)
@@ -63,4 +63,4 @@ def main(rank: int, port: int, run_id: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), *sys.argv[2:4])

@@ -257,9 +257,10 @@ def run_all(kind: str, rank: int, run_id: str) -> dict[str, str]:
     return outcomes
 
 
-def join_world(rank: int, port: int) -> None:
+def join_world(rank: int, store: str) -> None:
+    """Join two ranks by a file: a port that is free now may be taken before both have imported torch."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
 def dies(kind: str, rank: int, run_id: str) -> dict[str, str]:
@@ -298,7 +299,7 @@ DEATHS = {"dies": dies, "dies_opening": dies_opening}
 
 
 if __name__ == "__main__":
-    kind, rank, port, run_id, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-    join_world(rank, port)
+    kind, rank, store, run_id, what = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6]
+    join_world(rank, store)
     print(json.dumps(DEATHS.get(what, run_all)(kind, rank, run_id)), flush=True)
     os._exit(0)  # threads that wait in a closed channel must not hold up the end

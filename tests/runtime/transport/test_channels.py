@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -26,14 +26,17 @@ pytestmark = pytest.mark.slow
 
 def pair(kind: str, what: str) -> list[dict[str, str] | str]:
     """What the two ranks report; the error output of one that reports nothing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        return joined_pair(kind, what, f"{folder}/store")
+
+
+def joined_pair(kind: str, what: str, store: str) -> list[dict[str, str] | str]:
+    """The same, where the two ranks find each other by a file."""
     command = [sys.executable, "-m", SCENARIOS, kind]
     run_id = f"test-{uuid.uuid4().hex[:8]}"
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), run_id, what],
+            [*command, str(rank), store, run_id, what],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

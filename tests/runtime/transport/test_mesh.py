@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import uuid
@@ -20,15 +19,15 @@ A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 
 
 @pytest.mark.slow
-def test_four_ranks_all_to_all_over_two_kinds_of_channel() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_four_ranks_all_to_all_over_two_kinds_of_channel(tmp_path: Path) -> None:
     run_id = f"test-{uuid.uuid4().hex[:8]}"
     command = [sys.executable, str(Path(__file__).with_name("mesh_world.py"))]
     ranks = [
         subprocess.Popen(
-            [*command, str(r), str(port), run_id], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(r), str(tmp_path / "store"), run_id],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for r in range(4)
     ]

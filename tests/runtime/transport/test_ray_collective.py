@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -23,29 +23,28 @@ pytestmark = pytest.mark.runs
 class Rank:
     """One side; joins torch's world first, as stage actors do, so that Ray's groups must live beside it."""
 
-    def run(self, kind: str, what: str, script: str, rank: int, port: int, run_id: str) -> dict[str, str]:
+    def run(self, kind: str, what: str, script: str, rank: int, store: str, run_id: str) -> dict[str, str]:
         scenarios = runpy.run_path(script)
-        scenarios["join_world"](rank, port)
+        scenarios["join_world"](rank, store)
         outcome: dict[str, str] = scenarios[what](kind, rank, run_id)
         return outcome
 
 
 def pair(kind: str, what: str, survivors: int) -> list[dict[str, str]]:
     """What the first ranks report."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     env = {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]), "GLOO_SOCKET_IFNAME": "lo"}
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Rank)
     ranks = [actor.remote() for _ in range(2)]
     run_id = f"test-{uuid.uuid4().hex[:8]}"
-    calls = [r.run.remote(kind, what, str(SCRIPT), rank, port, run_id) for rank, r in enumerate(ranks)]
-    try:
-        reports: list[dict[str, str]] = ray.get(calls[:survivors], timeout=120)
-        return reports
-    finally:
-        for r in ranks:
-            ray.kill(r)
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        calls = [r.run.remote(kind, what, str(SCRIPT), rank, store, run_id) for rank, r in enumerate(ranks)]
+        try:
+            reports: list[dict[str, str]] = ray.get(calls[:survivors], timeout=120)
+            return reports
+        finally:
+            for r in ranks:
+                ray.kill(r)
 
 
 @pytest.fixture(scope="module", params=sorted(IN_ACTORS))

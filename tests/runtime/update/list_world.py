@@ -1,6 +1,6 @@
 """Ranks that exchange one number each, in lists and directly. Not a test file: test_norm.py runs it.
 
-``python list_world.py RANK RANKS PORT``
+``python list_world.py RANK RANKS STORE``
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from raypipe.errors import TransportError
 from raypipe.runtime.update.norm import Shares
 
 
-def main(rank: int, ranks: int, port: int) -> None:
+def main(rank: int, ranks: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     world = dist.group.WORLD
     lists, direct = Shares(world, one_hop=1), Shares(world, one_hop=ranks)
@@ -48,4 +48,4 @@ def main(rank: int, ranks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

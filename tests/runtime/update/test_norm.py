@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -148,12 +147,10 @@ HERE = Path(__file__).parent
 
 @pytest.mark.runs
 @pytest.mark.parametrize("ranks", [3, *exhaustive(2, 5, 8)])
-def test_all_ranks_have_all_numbers(ranks: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_all_ranks_have_all_numbers(ranks: int, tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "list_world.py"), str(rank), str(ranks), str(port)],
+            [sys.executable, str(HERE / "list_world.py"), str(rank), str(ranks), str(tmp_path / "store")],
             cwd=HERE.parents[2], env=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(ranks)
