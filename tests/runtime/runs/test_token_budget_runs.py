@@ -186,3 +186,18 @@ def test_copies_divide_rows_of_documents(model, plan, stage_pool, tmp_path) -> N
         job = packed_job(path, after, tokens, MODELS[model])
         rest = drive(job, stage_pool, tmp_path / f"after {id(begun)}", begun.checkpoints[2], 2)
         assert rest.losses == pytest.approx(alone.losses[2:], abs=1e-9, rel=0)
+
+
+def test_copies_divide_rows_that_were_packed_before(stage_pool, tmp_path) -> None:
+    """Two documents a row, told by positions that restart; one copy is the same run without the division."""
+    draw = np.random.default_rng(0)
+    ids = draw.integers(3, 90, (40, 24))
+    positions = [np.concatenate([np.arange(n), np.arange(24 - n)]) for n in draw.integers(2, 22, 40)]
+    np.savez(tmp_path / "rows.npz", input_ids=ids, labels=ids, position_ids=np.stack(positions))
+    losses = []
+    for keys in ({"replicas": 1}, {"replicas": 2, "context": 2}):
+        plan = {"schedule": "1f1b", "stages": 1, "microbatch": 2, **keys}
+        job = job_for({"hf": "llama", "config": LLAMA}, tmp_path / "rows.npz", plan)
+        done = drive(job, stage_pool, tmp_path / f"{len(losses)}")
+        losses.append([*done.losses, *done.val_losses])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9, rel=0)
