@@ -27,7 +27,7 @@ from raypipe.errors import CaptureError, nearest
 from raypipe.graph.dims import Dim, Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.operation_costs import short_name
 from raypipe.graph.operations import Operation, OperationGraph, Plain, needed, selected
-from raypipe.graph.positions import CONSTANT, Dims, varying_dims
+from raypipe.graph.positions import CONSTANT, LONGEST, Dims, varying_dims
 from raypipe.graph.shared_heads import sharing_heads
 
 AS_A_WHOLE = (
@@ -338,8 +338,6 @@ def check_sizes(graph: OperationGraph) -> None:
 
 MASKS = 64
 """Masks of which it is remembered what they say."""
-LONGEST = 16_384
-"""Longest sequence for which a mask is computed: 256 MiB for each of its steps."""
 Kind = Literal["causal", "absent", "other"]
 
 

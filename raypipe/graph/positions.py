@@ -16,6 +16,8 @@ from raypipe.graph.dims import Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.operation_costs import short_name
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, Plain, TensorType
 
+LONGEST = 16_384
+"""Longest sequence for which a mask is computed and compared: 256 MiB for each of its steps."""
 Dims = frozenset[int]
 """Dimensions of a result along which its values may differ."""
 POINTWISE = (

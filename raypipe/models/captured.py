@@ -21,7 +21,7 @@ from raypipe.graph.liveness import Result, between_spans, inputs_read
 from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, needed, selected
 from raypipe.graph.placeholders import encoder_operations, placeholders
-from raypipe.graph.positions import Flow, sequence_flow
+from raypipe.graph.positions import LONGEST, Flow, sequence_flow
 from raypipe.graph.subgraphs import Subgraphs, piece_sharding, shard
 from raypipe.models.attention import attend_by_document, causal_attention, share_heads
 from raypipe.models.current_slice import positions_of
@@ -43,7 +43,7 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.sources.packed_rows import LONGEST, given_positions
+from raypipe.models.sources.packed_rows import given_positions
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
 from raypipe.tensor import Division, Shard, in_order

@@ -23,15 +23,13 @@ from raypipe.errors import SpecError
 from raypipe.graph.dims import Dim, evaluate, evaluate_all, symbols
 from raypipe.graph.operation_costs import short_name
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType
-from raypipe.graph.positions import is_size
+from raypipe.graph.positions import LONGEST, is_size
 from raypipe.graph.shared_heads import sharing_heads
 from raypipe.models.task import MASK, POSITIONS, Field
 
 TOKENS = 11
 """Length of the packed row, where the graph allows it; three documents and the beginning of another one."""
 _DOCUMENT = 3
-LONGEST = 16_384
-"""Longest row for which a mask is compared with a causal one: 256 MiB for each of its steps."""
 _SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 _PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "einsum"}
 _LARGE = {*_PRODUCTS, "addmm", "linear", "embedding", "scaled_dot_product_attention", "module"}

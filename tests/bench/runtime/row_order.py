@@ -5,8 +5,8 @@
 The lengths are those of files at hand (``tests.bench.uneven``), the tokens random; a Llama of four blocks in float32
 and 1F1B, a thread for each stage. Both ways run the same documents in the same steps, in runs that take turns. The
 search, of at most 50 ms a step, is the driver's own, on the same two cores. Prints medians over the steps of a median
-round, and what the simulator says of the same orders with the predicted times of rows. Exits with 1 where the searched
-order is slower in all.
+round, and what the simulator says of the orders that were found, with the predicted times of rows. Exits with 1 where
+the searched order is the slower one in the median over documents.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def job_of(folder: Path, lengths: list[int], rows: int, longest: int, steps: int
 
 
 def steps_of(job: JobSpec, run: Path, searched: bool) -> tuple[list[float], float]:
-    """Run the job; return the seconds of each step, and the simulated gain of the orders that were found."""
+    """Run the job; return the seconds of each step, and the simulated gain of orders that a search finds for them."""
     driver = new_driver(job, run)
     orders = driver._orders
     if not searched:
@@ -82,13 +82,15 @@ def main() -> int:
     lines, ratios = [], []
     for name, whole in documents_at_hand().items():
         own: dict[bool, list[list[float]]] = {True: [], False: []}
+        simulated = 1.0
         for number in range(args.rounds):
             for searched in (True, False) if number % 2 == 0 else (False, True):
                 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(sys.stderr):
                     lengths = parts_of(whole, args.longest)
                     job = job_of(Path(place), lengths, args.rows, args.longest, args.steps + WARM)
-                    seconds, simulated = steps_of(job, Path(place, "run"), searched)
+                    seconds, gain = steps_of(job, Path(place, "run"), searched)
                 own[searched].append(seconds)
+                simulated = gain if searched else simulated
         came, best = ([median(step) for step in zip(*own[way], strict=True)] for way in (False, True))
         ratio = median(a / b for a, b in zip(came, best, strict=True))
         ratios.append(ratio)
