@@ -19,7 +19,7 @@ from raypipe.job import job_from, load_cluster
 from raypipe.partition.job_costs import job_profile, shared_profiles
 from raypipe.plan.choose import choose
 from raypipe.plan.predict.of_plan import PlanPredictor
-from raypipe.plan.tensor_groups import Sharing
+from raypipe.plan.tensor_groups import ALONE, sharing_of
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
 from tests.bench.command import options
@@ -69,8 +69,7 @@ def main() -> int:
             none += 1
             continue
         p = plan.parallel
-        own = profile if p.tensor == 1 else shared[Sharing(p.tensor, p.sub_pipelined)]
-        result = PlanPredictor(job, own).predict(plan)
+        result = PlanPredictor(job, {ALONE: profile, **shared}[sharing_of(p)]).predict(plan)
         shares = [one.total / room for one, room in zip(result.memory, result.capacities, strict=True)]
         played, worst = played + 1, max(worst, *shares)
         if max(shares) > 1:
