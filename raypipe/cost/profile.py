@@ -231,6 +231,13 @@ class Slicing(Spec):
     """Positions of the shortest slice that the model's code allows."""
     refused: str = ""
     """Why the model cannot run in slices, as a clause; empty if it can."""
+    packed: bool = False
+    """Rows hold several documents: copies can divide them (``parallel.context``), slices cannot."""
+
+    @property
+    def refused_slices(self) -> str:
+        """Why micro-batches run whole (``parallel.slices: 1``), as a clause; empty if they can run in slices."""
+        return self.refused or ("rows of packed documents differ in length" if self.packed else "")
 
 
 class HeadProfile(LinearHead):
@@ -355,7 +362,7 @@ class Profile(Spec):
     """``parallel.reduce_dtype`` of the job that is planned, where it is not the gradients' own; see
     ``cost.stages.with_reduce_dtype``."""
     gathers_narrow: bool = False
-    """``train.gathers_narrow`` of the job that is planned; see ``cost.stages.as_exchanged``."""
+    """``train.gathers_narrow`` of the job that is planned; see ``cost.stages.as_job_runs``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
     batch_statistics: bool = False

@@ -465,12 +465,32 @@ def _link(profile: Profile, users: int) -> LinkFit:
     return profile.between.shared(users / profile.host_links) if users else profile.inside
 
 
-def as_exchanged(profile: Profile, train: TrainSpec, parallel: ParallelSpec) -> Profile:
-    """The profile with messages, gradient sums and gathered weights in the dtypes that a job asks for."""
-    cast = with_cast_messages(profile, message_dtype(train, parallel))
+def as_job_runs(profile: Profile, train: TrainSpec, parallel: ParallelSpec) -> Profile:
+    """Return the profile with messages, gradient sums and gathered weights in the dtypes that a job asks for, and with
+    rows of packed documents as long as they are on average."""
+    cast = with_mean_rows(with_cast_messages(profile, message_dtype(train, parallel)), train)
     summed = with_reduce_dtype(cast, reduce_dtype(train, parallel))
     narrow = {"gathers_narrow": train.gathers_narrow}
     return summed.each_kind(lambda kind: kind.model_copy(update=narrow)) if train.gathers_narrow else summed
+
+
+def with_mean_rows(profile: Profile, train: TrainSpec) -> Profile:
+    """Return the profile with the times and messages of a mean row, where documents are packed into rows.
+
+    Rows are profiled full. They need room for any documents, and are padded to the length of those that they get: to a
+    little over half of it. Memory stays that of full rows.
+    """
+    tokens, row = train.tokens_per_step, train.microbatch_tokens
+    if tokens is None or row == "auto":
+        return profile
+    share = min(1.0, tokens / (train.batch * row))
+
+    def one(layer: LayerProfile) -> LayerProfile:
+        sent = {"message_bytes": share * layer.sent_bytes, "exchanged_bytes": share * layer.exchanged_bytes}
+        times = {size: of.scaled(share) for size, of in layer.times.items()}
+        return layer.model_copy(update={"times": times, **sent})
+
+    return profile.each_kind(lambda kind: kind.model_copy(update={"layers": tuple(map(one, kind.layers))}))
 
 
 def with_cast_messages(profile: Profile, wire_dtype: WireDtype | None) -> Profile:

@@ -27,7 +27,7 @@ from raypipe.data.text import META as CORPUS
 from raypipe.errors import SpecError
 from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
-from raypipe.job.train_spec import TokenBudget
+from raypipe.job.train_spec import TokenBudget, rows_needed
 from raypipe.models.layered import LayeredModel
 from raypipe.models.task import MASK, Task
 
@@ -160,8 +160,10 @@ def token_budget(job: JobSpec, copies: int, model: LayeredModel) -> TokenBudget 
     train = job.train
     if train.tokens_per_step is None:
         return None
-    assert train.microbatch_tokens != "auto", "a number is filled in with the job"
-    return TokenBudget(train.tokens_per_step, train.microbatch_tokens, train.batch, copies, model.even_length())
+    tokens, row = train.tokens_per_step, train.microbatch_tokens
+    assert row != "auto", "a number is filled in with the job"
+    rows = max(train.batch, rows_needed(tokens, row))  # a profile runs some rows of a step, which all have to be made
+    return TokenBudget(tokens, row, rows, copies, model.even_length())
 
 
 def open_data(

@@ -256,7 +256,7 @@ class CapturedModel(LayeredModel):
     ) -> StageBody:
         """Build the operations of these sub-graphs as one module."""
         arriving, leaving = ends or self.ends_in_chain(layers)
-        graph = self._in_parts if self.slices > 1 else self.graph
+        graph = self.in_parts if self.slices > 1 else self.graph
         part = build_subgraph(
             replace(self.captured, graph=graph),
             self._operations(layers),
@@ -322,7 +322,7 @@ class CapturedModel(LayeredModel):
         return dict.fromkeys((*names, *self.task.reads), length)
 
     @cached_property
-    def _in_parts(self) -> OperationGraph:
+    def in_parts(self) -> OperationGraph:
         """The same operations where stages run parts of sequences."""
         if not self.packed:
             return self.graph
@@ -341,7 +341,7 @@ class CapturedModel(LayeredModel):
     @cached_property
     def _flow(self) -> Flow:
         """Along which dimension of each result the sequence lies; see ``sequence_flow``."""
-        graph = self._in_parts
+        graph = self.in_parts
         return sequence_flow(selected(graph, sorted(needed(graph))) if self.packed else graph)
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:

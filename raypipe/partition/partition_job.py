@@ -17,7 +17,7 @@ from raypipe.cost.analytic import GIB, analytic_profile, reserved_of
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.profile import HeadProfile, Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
-from raypipe.cost.stages import as_exchanged
+from raypipe.cost.stages import as_job_runs
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import CaptureError, RequestError, SpecError
 from raypipe.files import read_json, read_regular, write_whole
@@ -59,7 +59,7 @@ def partition_job(
         measured = analytic_profile(
             works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer, job.train.momentum > 0
         )
-    measured = as_exchanged(measured, job.train, job.parallel)
+    measured = as_job_runs(measured, job.train, job.parallel)
     return make_partition(
         pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer, job.train.momentum
     )

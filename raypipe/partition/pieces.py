@@ -78,7 +78,8 @@ def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_G
     """
     if isinstance(model, CapturedModel):
         under = autocast if job.train.dtype == "bfloat16" else None
-        return captured_work(model.graph, model.sharding, model.sizes(1), under, job.train.loss_chunk_tokens)
+        graph = model.in_parts if job.parallel.context > 1 else model.graph
+        return captured_work(graph, model.sharding, model.sizes(1), under, job.train.loss_chunk_tokens)
     assert isinstance(job.model, GptSpec)
     works = gpt_work(job.model, job.train.dtype, loss_chunk=job.train.loss_chunk_tokens)
     return tuple(TensorRankWork(work, (), ()) for work in works)
@@ -91,7 +92,8 @@ def _crossing(name: str, tensor: CutTensor) -> Crossing:
 
 VARYING = "its samples differ in length, and slices of a micro-batch are of one length"
 
-PACKED = "its rows hold several documents, and what parts of them take is not computed"
+PACKED = "its rows hold several documents, and what parts of them take is known for a job that gives its context alone"
+"""A mask of whole rows is computed for that; see ``CapturedModel.in_parts``."""
 
 DROPPING = (
     "its attention drops weights, and what slices take then is not computed: switch that off (attn_pdrop, "
@@ -110,9 +112,10 @@ def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | 
     """
     positions = model.positions
     if model.packed:
-        return Slicing(positions=positions, refused=PACKED)
+        if job.parallel.context == 1:
+            return Slicing(positions=positions, refused=PACKED)
     # An array of rows of one length can be read row by row; those of several lengths cannot.
-    if job.data.type == "lines" or any(field.rows is None for field in (fields or {}).values()):
+    elif job.data.type == "lines" or any(field.rows is None for field in (fields or {}).values()):
         return Slicing(positions=positions, refused=VARYING)
     try:
         model.slice_lengths(1)
@@ -121,7 +124,7 @@ def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | 
         return Slicing(positions=positions, refused=where + error.why)
     if isinstance(model, CapturedModel) and model.drops_attention:
         return Slicing(positions=positions, refused=DROPPING)
-    return Slicing(positions=positions, shortest=model.shortest_slice)
+    return Slicing(positions=positions, shortest=model.shortest_slice, packed=model.packed)
 
 
 def head_of(job: JobSpec, model: LayeredModel) -> HeadProfile | None:

@@ -315,7 +315,7 @@ def slices_refused(job: JobSpec, profile: Profile) -> str | None:
         return f"compiled stages (compile: {train.compile}) run whole micro-batches"
     if train.metrics is not None:
         return "train.metrics wants a micro-batch's predictions whole"
-    return slicing.refused or None
+    return slicing.refused_slices or None
 
 
 def in_slices(c: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:

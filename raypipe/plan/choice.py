@@ -9,7 +9,7 @@ from typing import Any
 
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import divided_sequences
-from raypipe.cost.stages import as_exchanged
+from raypipe.cost.stages import as_job_runs
 from raypipe.errors import SpecError
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, SAME_AS, SHARDING, check_chunks
@@ -111,8 +111,8 @@ def choice_of(
     """
     parallel, train, given = job.parallel, job.train, _given(job)
     check_statistics(parallel.shard, profile.batch_statistics)
-    if given.get("slices", 1) > 1 and profile.slicing is not None and profile.slicing.refused:
-        raise SpecError("parallel.slices", profile.slicing.refused, "use slices: 1")
+    if given.get("slices", 1) > 1 and profile.slicing is not None and profile.slicing.refused_slices:
+        raise SpecError("parallel.slices", profile.slicing.refused_slices, "use slices: 1")
     if profile.other_kinds and count > profile.devices:
         raise SpecError(
             "devices",
@@ -142,7 +142,7 @@ def choice_of(
             sharing: earlier.judge.by[sharing]
             if earlier is not None and before.get(sharing) is own
             else Predictor(
-                as_exchanged(without_noise(own), train, parallel),
+                as_job_runs(without_noise(own), train, parallel),
                 train,
                 deepest(job, own),
                 syncs=syncs,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.cost.divided_head import divided_cut, divided_head
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import as_exchanged
+from raypipe.cost.stages import as_job_runs
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.rules.check import vocabulary_rules
 from raypipe.job.train_spec import HEADS
@@ -80,7 +80,7 @@ class _Heads:
             whole, job = self.choice.judge.by[ALONE], self.choice.job
             own = divided_head(without_noise(self.choice.profiles[ALONE]), shares)
             self._judges[shares] = Predictor(
-                as_exchanged(own, job.train, job.parallel),
+                as_job_runs(own, job.train, job.parallel),
                 job.train,
                 whole.most_stages,
                 syncs=whole.syncs,

@@ -144,6 +144,7 @@ def profile_path(job: JobSpec, model: LayeredModel, sizes: Sequence[int], device
             train.batch,
             train.compile == "inductor",
             job.parallel.activation_memory_budget,
+            model.packed and job.parallel.context > 1,
         ],
         "data": job.data.type,
         "sizes": list(sizes),

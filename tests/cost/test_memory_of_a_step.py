@@ -23,6 +23,7 @@ from raypipe.job.spec import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers, build_model
 from raypipe.models.current_slice import own_chunks
+from raypipe.models.task import Field
 from raypipe.partition.job_costs import tied_values
 from raypipe.partition.partition_job import job_pieces
 from raypipe.partition.pieces import tensor_ranks_of
@@ -66,15 +67,26 @@ class Noise:
         return {}
 
 
-def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=None, optimizer="adamw"):
+class Packed(Noise):
+    """Rows of two documents, one of which is three quarters of it."""
+
+    def batch(self, split, seed, step, batch):
+        numbers = torch.arange(self.sequence)
+        numbers = torch.where(numbers < 3 * self.sequence // 4, numbers, numbers - 3 * self.sequence // 4)
+        rows = super().batch(split, seed, step, batch)
+        return {**rows, "position_ids": numbers.repeat(batch, 1)}
+
+
+def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=None, optimizer="adamw", context=1):
     """The runtime's own executor over all stages of a GPT, or of a model of bytes; ``groups`` divide the stages."""
     gpt = isinstance(spec, GptSpec)
     model = GptLayers(spec, DTYPES[dtype]) if gpt else spec
     samples, slices = int(microbatch * schedule.share_of_samples), schedule.rules.slices
-    model.slices = slices
+    model.slices = max(slices, context)
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches // slices, dtype=dtype, optimizer=optimizer)
+    rows = Packed if model.packed else Noise
     return executor_of(
-        model, cut, schedule, Noise(spec.vocabulary if gpt else 256, model.positions), train, batch=train.batch,
+        model, cut, schedule, rows(spec.vocabulary if gpt else 256, model.positions), train, batch=train.batch,
         microbatch=samples, dtype=DTYPES[dtype], recomputed=recomputed, groups=groups, tied=len(cut) > 1, clip=None,
         autocast=torch.bfloat16 if dtype == "bfloat16" else None,
     )  # fmt: skip
@@ -392,9 +404,8 @@ class FirstCopy(SoloGroup):
 
 
 def first_copy(copies: int, *of: Any) -> Any:
-    runner = executor(*of)
-    length = runner.io_specs.model.positions // (2 * copies)
-    lengths = dict.fromkeys(("input_ids", "shift_labels"), length)
+    runner = executor(*of, context=copies)
+    lengths = runner.io_specs.model.chunk_lengths(copies)
     runner.feed.hold(own_chunks(0, copies), 2 * copies, lengths, Copies(4, 1))
     return runner
 
@@ -419,3 +430,25 @@ def test_a_copy_keeps_its_share_of_a_sequence(name: str, dtype: str, copies: int
         set_group(SoloGroup(), "context")
     assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
     assert predicted.activations == pytest.approx(alone.activations / copies, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name", "dtype"), [("llama", "1f1b", "float32"), ("gpt2", "zb-h1", "float32")])
+def test_a_copy_keeps_its_share_of_packed_rows(family: str, name: str, dtype: str) -> None:
+    job = job_from({
+        "name": "packed", "model": {"hf": family, "config": CAPTURED[family]},
+        "data": {"type": "arrays", "path": "rows.npz"},
+        "train": {"steps": 1, "batch": 8, "dtype": dtype, "tokens_per_step": 1024, "microbatch_tokens": 256},
+        "parallel": {"schedule": name, "stages": 1, "microbatch": 2, "replicas": 2, "context": 2},
+    })  # fmt: skip
+    model = build_model(job, {name: Field((256,), torch.int64) for name in ("input_ids", "shift_labels")})
+    works = [rank.work for rank in tensor_ranks_of(job, model, ON_CPU)]
+    cut, schedule = [range(model.count)], generate(name, Shape(devices=1, microbatches=4))
+    profile = divided_sequences(analytic_profile(works, MACHINE, dtype, [2]), 2)
+    (predicted,) = device_memory(profile, cut, schedule, 2)
+    set_group(FirstCopy(2), "context")
+    try:
+        result = measured(partial(first_copy, 2, model, schedule, cut, 2, dtype), schedule)
+    finally:
+        set_group(SoloGroup(), "context")
+    assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()

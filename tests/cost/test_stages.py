@@ -12,8 +12,9 @@ from raypipe.cost.memory import device_memory
 from raypipe.cost.profile import LayerProfile, TaskTimes
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import stage_times, times_at, times_of_stages
-from raypipe.cost.stages import costs_of, parameters, stage_costs, with_cast_messages
+from raypipe.cost.stages import costs_of, parameters, stage_costs, with_cast_messages, with_mean_rows
 from raypipe.errors import SpecError
+from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.passes import place_gradient_sync, replicate
@@ -87,6 +88,19 @@ def test_pairs_run_as_one_forward(profile):
     # Halves of a micro-batch, whose activations are kept, run one by one.
     halved = costs_of(profile, CUT, 4, generate("chimera", Shape(devices=4, microbatches=8, concat="halving")))
     assert halved.forward[1] == 2 * 5
+
+
+def test_packed_rows_are_as_long_as_they_are_on_average(profile):
+    """Rows of 100 tokens, 10 of which have 550 together."""
+    train = TrainSpec(steps=1, batch=10, tokens_per_step=550, microbatch_tokens=100)
+    mean, whole = with_mean_rows(profile, train), profile
+    assert stage_costs(mean, CUT, 2, LINE).forward == pytest.approx(
+        [0.55 * t for t in stage_costs(whole, CUT, 2, LINE).forward]
+    )
+    # 11 bytes a message of two samples, beside ``test_links_by_host``.
+    assert stage_costs(mean, CUT, 2, LINE).comm == pytest.approx((1.11, 5 + 0.55 * 2, 1.11, 1.11))
+    assert [layer.kept_bytes for layer in mean.layers] == [layer.kept_bytes for layer in whole.layers]
+    assert with_mean_rows(profile, TrainSpec(steps=1, batch=10)) is profile
 
 
 def test_links_by_host(profile):

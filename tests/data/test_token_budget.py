@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from raypipe.data import Arrays, Ragged, flat, open_data, prepare_arrays
+from raypipe.data import Arrays, Ragged, flat, open_data, prepare_arrays, token_budget
 from raypipe.data.packed import Packed, balanced, dealt, step_documents, time_of
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.train_spec import TokenBudget, rows_needed
 from raypipe.models.task import IGNORED, MaskedToken, NextToken, Task
 from raypipe.runtime.stage.inputs import Feed
+from tests.job_files import minimal_job
 
 SOURCES = [path.stat().st_size for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
 """Bytes of the modules of Python's standard library."""
@@ -166,3 +168,19 @@ def test_a_resumed_run_whose_documents_do_not_fit_is_refused(tmp_path: Path) -> 
 def test_a_mask_that_hides_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="attention_mask hides tokens"):
         prepared(tmp_path, [[1, 2, 3], [6]], 5, attention_mask=[[1, 1, 0], [1]])
+
+
+def test_a_profile_runs_some_of_the_rows_of_a_step(tmp_path: Path) -> None:
+    """It asks for fewer than hold a step's documents, which all of them have to."""
+    job = minimal_job(
+        {"hf": "llama"}, {"type": "arrays", "path": str(tmp_path / "rows.npz")}, "auto",
+        batch=None, tokens_per_step=400, microbatch_tokens=50,
+    )  # fmt: skip
+    few = job.model_copy(update={"train": job.train.model_copy(update={"batch": 2})})
+    budgets = [token_budget(one, 1, Mock(even_length=lambda: 64)) for one in (job, few)]
+    assert [budget.rows for budget in budgets if budget is not None] == [15, 15]
+    rows = [list(range(1, 1 + n)) for n in (50, 7, 33, 26, 41, 12, 50, 3) * 4]
+    data = prepared(tmp_path, rows, 50)
+    every, some = (opened(data, budget) for budget in budgets if budget is not None)
+    for step in range(6):
+        assert some.rows("train", 0, step, 2) == every.rows("train", 0, step, 15)[:2]

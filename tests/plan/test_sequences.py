@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
@@ -10,13 +11,17 @@ from raypipe.cost.hosts import Layout
 from raypipe.cost.profile import LayerProfile, Slicing, TaskTimes
 from raypipe.cost.sizes import divided_sequences, slice_times
 from raypipe.cost.stages import stage_costs
-from raypipe.errors import SpecError
+from raypipe.data import Ragged, flat
+from raypipe.errors import CaptureError, SpecError
 from raypipe.job.cluster import load_cluster
 from raypipe.job.spec import JobSpec, job_from, load_job
+from raypipe.partition.job_costs import job_profile
 from raypipe.plan.candidate import Candidate, context_counts, grids, slice_counts, slices_refused
 from raypipe.plan.choose import choose
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
+from tests.capture.models import FAMILIES
+from tests.job_files import minimal_job
 
 JOB = load_job(Path("jobs/long-sequence.yaml"))
 PROFILE = analytic_profile(JOB.model, load_cluster(Path("cluster/devices/h100.yaml")), JOB.train.dtype, [1, 2])
@@ -142,3 +147,31 @@ def test_which_copies_may_divide_sequences() -> None:
     for parallel, says in (({"context": 3}, "use context: 2"), ({"context": 2, "tensor": 2}, "not costed")):
         with pytest.raises(SpecError, match=says):
             choose(asking_divided(**parallel), PROFILE, 8, search_s=0)
+
+
+def test_rows_of_documents_are_planned_where_a_job_says_how_many_copies_divide_them(tmp_path: Path) -> None:
+    """Of shared heads once, and not where a mask hides more than other documents."""
+    pytest.importorskip("transformers")
+    rows = Ragged.of([np.full(n, 3) for n in (40, 7, 12, 30)])
+    np.savez(tmp_path / "rows.npz", **flat({"input_ids": rows, "labels": rows}))
+
+    def packed(family: str = "llama", **keys: object) -> JobSpec:
+        return minimal_job(
+            {"hf": family, "config": {**FAMILIES[family], "max_position_embeddings": 64}},
+            {"type": "arrays", "path": str(tmp_path / "rows.npz")},
+            {"auto": True, **keys}, batch=8, tokens_per_step=256, microbatch_tokens=64,
+        )  # fmt: skip
+
+    cluster = load_cluster(Path("cluster/devices/h100.yaml"))
+    alone, divided = job_profile(packed(), cluster), job_profile(packed(context=2), cluster)
+    assert divided.layers[1].key_value_bytes == 2 * 64 * (2 * 8) * 4  # of two heads of keys, which four share
+    chosen = choose(packed(context=2), divided, 4, search_s=0)
+    assert chosen.plan.parallel.context == 2
+    assert choose(packed(), alone, 4, search_s=0).plan.parallel.context == 1
+    with pytest.raises(SpecError, match="its rows hold several documents"):
+        choose(packed(context=2), alone, 4, search_s=0)
+    assert slices_refused(
+        packed(context=2), divided.model_copy(update={"slicing": Slicing(positions=4096, packed=True)})
+    )
+    with pytest.raises(CaptureError, match="its mask is not known to be causal within documents"):
+        job_profile(packed("mistral", context=2), cluster)

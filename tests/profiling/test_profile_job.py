@@ -13,7 +13,8 @@ import pytest
 
 from raypipe.cli import run
 from raypipe.cost.gpt_work import gpt_work
-from raypipe.cost.profile import Noise, Profile
+from raypipe.cost.profile import Noise, Profile, Slicing
+from raypipe.data import Ragged, flat
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, job_from
 from raypipe.models import GptLayers
@@ -42,6 +43,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
+from tests.capture.models import FAMILIES as CAPTURED
 from tests.experts.families import FAMILIES
 from tests.runtime.runs.small_runs import small_job
 from tests.runtime.runs.test_any_model import half_frozen
@@ -232,6 +234,25 @@ def test_a_profile_says_what_is_the_experts_and_what_they_get(local_ray, text_fo
         assert own.imbalance(2) == pytest.approx(min(halves))
     assert len({own.loads for own in found}) > 1
     assert set(measured_with_experts(job, profile, 4)) == {Sharing(experts=2), Sharing(experts=4)}
+
+
+@pytest.mark.runs
+def test_rows_of_packed_documents_are_measured(local_ray, tmp_path: Path) -> None:
+    """Fewer than hold the documents of a step, whole, also where copies are to divide them."""
+    draw = np.random.default_rng(0)
+    rows = Ragged.of([draw.integers(3, 90, int(n)) for n in draw.integers(2, 32, 60)])
+    np.savez(tmp_path / "rows.npz", **flat({"input_ids": rows, "labels": rows}))
+    job = job_from({
+        "name": "packed", "model": {"hf": "llama", "config": {**CAPTURED["llama"], "vocab_size": 96}},
+        "data": {"type": "arrays", "path": str(tmp_path / "rows.npz")},
+        "train": {"steps": 1, "tokens_per_step": 256, "microbatch_tokens": 32, "dtype": "float32"},
+        "parallel": {"auto": True, "context": 2},
+    })  # fmt: skip
+    assert job.train.batch == 15
+    profile = measure_profile(job, [1, 2], 1, quick=True)
+    assert profile.slicing == Slicing(positions=32, packed=True)
+    assert all(layer.times[2].forward > 0 for layer in profile.layers)
+    assert profile.layers[1].key_value_bytes == 2 * 32 * (2 * 8) * 4
 
 
 def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import divided_sequences
-from raypipe.cost.stages import as_exchanged
+from raypipe.cost.stages import as_job_runs
 from raypipe.errors import RaypipeError, RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import is_file
@@ -110,7 +110,7 @@ class Costs:
     def choices(self, layout: TrainerLayout) -> Choices:
         """Return the cuts between blocks, and the sizes of micro-batches, for a layout's groups of devices."""
         of = layout.with_keys(sub_pipelined=False).parallel
-        judge = Predictor(as_exchanged(without_noise(self._of(of)), self.job.train, of), self.job.train, self.layers)
+        judge = Predictor(as_job_runs(without_noise(self._of(of)), self.job.train, of), self.job.train, self.layers)
 
         def cut(stages: int, microbatch: int) -> Cut:
             times, each = judge.layer_times(microbatch), self.per_block

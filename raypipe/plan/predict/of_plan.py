@@ -13,7 +13,7 @@ from raypipe.cost.kinds import capacities
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.sharded_stages import with_sharding
-from raypipe.cost.stages import as_exchanged, costs_of
+from raypipe.cost.stages import as_job_runs, costs_of
 from raypipe.errors import ClusterError, SpecError
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
@@ -62,7 +62,7 @@ class PlanPredictor:
         )
 
     def _judge(self, plan: Plan) -> Predictor:
-        profile = as_exchanged(as_divided(self.profile, plan.parallel), self.job.train, plan.parallel)
+        profile = as_job_runs(as_divided(self.profile, plan.parallel), self.job.train, plan.parallel)
         return Predictor(profile, self.job.train, len(profile.layers))
 
 
