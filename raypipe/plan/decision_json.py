@@ -129,11 +129,14 @@ def schedule_of(p: Prediction) -> Schedule:
     """Return the schedule of one data-parallel copy, without all-reduces and updates."""
     if p.order is not None:
         return p.order
-    return Orders().of(replace(p.candidate, shard="none"), p.candidate.microbatches, p.keep, p.remade).schedule
+    c = p.candidate
+    whole, close = replace(c, shard="none"), c.shard == "none"
+    return Orders().of(whole, c.microbatches, p.keep, p.remade, p.frozen, close).schedule
 
 
 def closed_seconds(p: Prediction) -> float | None:
-    """Return the step time by Chimera's Eq. 1; None for split backwards, asynchronous or very large schedules."""
+    """Return the step time by Chimera's Eq. 1; None for split backwards, frozen stages, asynchronous or very large
+    schedules."""
     if not _known(p):
         return None
     return closed_form(schedule_of(p), p.costs, p.candidate.replicas).step_s
@@ -147,6 +150,6 @@ def terms_beside(p: Prediction) -> list[Difference]:
 
 
 def _known(p: Prediction) -> bool:
-    if not p.form.joint or p.form.versions != "flush" or p.candidate.shard != "none":
+    if not p.form.joint or p.form.versions != "flush" or p.candidate.shard != "none" or p.frozen:
         return False
     return 3 * p.form.stages * p.candidate.microbatches <= MOST_TASKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from raypipe.observe.plan_table import timeline_of
 from raypipe.observe.tables import seconds
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.choose import Decision, choose
+from raypipe.plan.decision_json import closed_seconds
 from tests.observe.html_page import Page
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,23 @@ def test_every_device_computes_its_share(decision: Decision) -> None:
         costs.forward[0] + costs.input_grad[0] + costs.weight_grad[0] + costs.recompute[0]
     )
     assert cells[at + 1] == f"{(work + costs.update[0]) / step.makespan:.1%}"
+
+
+@pytest.mark.parametrize("shard", ["none", "zero3"])
+def test_stages_without_a_trained_weight_have_no_backward(shard: str) -> None:
+    """The first ones of eight: what is drawn is what the plan runs."""
+    keys = ["schedule=1f1b", "stages=8", "replicas=2", "recompute=none", "vocabulary=whole", f"shard={shard}"]
+    job = load_job(JOB, [f"parallel.{key}" for key in keys])
+    whole = job_profile(job, load_cluster(CLUSTER).resized(16))
+    untrained = {"trained_parameters": 0}
+    layers = tuple(x.model_copy(update=untrained) if n < 26 else x for n, x in enumerate(whole.layers))
+    found = choose(job, whole.model_copy(update={"layers": layers, "trained_tied_parameters": 0}), top=1)
+    p, drawn = found.best, timeline_of(found.best)
+    tasks = [[span.task for span in row if span.task.mbs] for row in drawn.spans]
+    assert p.frozen
+    assert {task.kind for task in chain(*tasks) if task.stage in p.frozen} == {"F"}
+    assert tasks == [[task for task in row if task.mbs] for row in found.plan.one_copy().orders]
+    assert closed_seconds(p) is None
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
