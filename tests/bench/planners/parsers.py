@@ -168,7 +168,9 @@ def main() -> int:
         for trainer in TRAINERS:
             own = [one for one in files if one.trainer == trainer]
             faults += parsed(trainer, pythons[trainer], own) if trainer in pythons and own else []
-            how = "read by its own parser" if trainer in pythons else "its own parser was not asked (--python)"
+            how = "its own parser was not asked (--python)"
+            if trainer in pythons:
+                how = "read by its own parser" if own else "nothing to read"
             print(f"{trainer}: {len(own)} of the plans written, {how}")
     print(*faults, f"{len(faults)} faults", sep="\n")
     return 1 if faults else 0
