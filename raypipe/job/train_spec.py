@@ -59,12 +59,13 @@ def with_rows(job: Mapping[str, Any]) -> Mapping[str, Any]:
         return job
     tokens: int = train["tokens_per_step"]
     parallel = parallel if isinstance(parallel, Mapping) else {"auto": parallel == "auto"}
-    stages, copies, each, together = (parallel.get(key, 1) for key in ("stages", "replicas", "microbatch", "context"))
+    keys = ("stages", "replicas", "microbatch", "context", "experts")
+    stages, copies, each, together, sharing = (parallel.get(key, 1) for key in keys)
     row: Any = train.get("microbatch_tokens", "auto")
     rows: Any = train.get("batch")
-    if not all(map(_count, (stages, copies, each, together))) or not (row == "auto" or _count(row)):
+    if not all(map(_count, (stages, copies, each, together, sharing))) or not (row == "auto" or _count(row)):
         return job
-    unit = max(1, copies // together) * each
+    unit = max(1, max(copies, sharing) // together) * each
     if rows is None and row == "auto":
         rows = PLANNED_ROWS if parallel.get("auto") else PER_STAGE * stages
         rows = -(-rows // each) * unit if not parallel.get("auto") else -(-rows // unit) * unit

@@ -215,8 +215,10 @@ def _captured(
     if share is not None and share.division.size > 1 and any(one.random for one in result.graph.operations):
         # Copies that divide experts alone draw random numbers for the whole of every tensor.
         share = share._replace(whole=_captured(kind, record, mask, given, dtype, None, lines).graph)
-    if packed:
+    if packed and (division is None or division.experts == 1):
         check_apart(result)
+    elif packed:  # what copies send each other are tokens, one by one: the undivided model is checked
+        _captured(kind, record, mask, given, dtype, None, lines, unmixed, smoothing)
     named = {name: _field(name, fields) for name in result.graph.inputs}
     if division is not None and division.sequence:
         check_positions([field.shape[0] for _, field in named.values() if field.shape], division.size)

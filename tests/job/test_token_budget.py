@@ -43,6 +43,11 @@ def test_rows_and_their_tokens(train: dict[str, Any], parallel: object, rows: in
     assert job_from(made.model_dump()).train == made.train
 
 
+def test_rows_divide_among_the_copies_that_share_experts() -> None:
+    train = {"tokens_per_step": 1000, "microbatch_tokens": 100}
+    assert job_of(train, {"auto": True, "experts": 4}).train.batch == 20
+
+
 @pytest.mark.parametrize(
     ("train", "sections", "where"),
     [

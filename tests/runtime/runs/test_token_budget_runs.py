@@ -19,11 +19,12 @@ from raypipe.data import Arrays, Ragged, flat
 from raypipe.data.sample_order import Split, order_key, permuted
 from raypipe.job import JobSpec
 from tests.exhaustive import exhaustive
+from tests.experts.families import FAMILIES as EXPERTS
 from tests.runtime.runs.eager_reference import as_started
 from tests.runtime.runs.plain_training import whole_batch_losses
 from tests.runtime.runs.small_runs import drive, job_for
 
-pytest.importorskip("transformers")
+PreTrainedModel = pytest.importorskip("transformers").PreTrainedModel
 pytestmark = pytest.mark.runs
 STEPS, TOKENS = 4, 120
 LLAMA = {
@@ -58,12 +59,17 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "divided head": {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2, "vocabulary": "split"},
 }
 """Plans whose copies divide rows."""
+SHARED: dict[str, dict[str, Any]] = {
+    "experts": {"schedule": "1f1b", "stages": 1, "replicas": 2, "experts": 2},
+    "experts of two stages": {"schedule": "zb-h1", "stages": 2, "replicas": 2, "experts": 2},
+}
+"""Plans whose copies divide experts."""
 
 
 def packed_job(
     path: Path, plan: str, row_tokens: int = 40, model: dict[str, Any] | None = None, **train: Any
 ) -> JobSpec:
-    keys = {"microbatch": 1, **(PLANS | DIVIDED | {"alone": {"schedule": "1f1b", "stages": 1}})[plan]}
+    keys = {"microbatch": 1, **(PLANS | DIVIDED | SHARED | {"alone": {"schedule": "1f1b", "stages": 1}})[plan]}
     given = {
         "steps": STEPS,
         "batch": None,
@@ -95,6 +101,8 @@ def steps_of(lengths: list[int], split: Split, seed: int) -> list[list[int]]:
 def one_process(job: JobSpec, data: Path) -> list[float]:
     """Losses of each step, then the held-out one: each document by itself, and the mean over all their tokens."""
     module, _ = as_started(job, data)
+    assert isinstance(module, PreTrainedModel)
+    module.set_experts_implementation("eager")  # its grouped products know no float64
     prepared = Arrays.open(data)
 
     def loss_of(split: Split, step: int) -> Tensor:
@@ -186,6 +194,16 @@ def test_copies_divide_rows_of_documents(model, plan, stage_pool, tmp_path) -> N
         job = packed_job(path, after, tokens, MODELS[model])
         rest = drive(job, stage_pool, tmp_path / f"after {id(begun)}", begun.checkpoints[2], 2)
         assert rest.losses == pytest.approx(alone.losses[2:], abs=1e-9, rel=0)
+
+
+@pytest.mark.parametrize("plan", ["experts", *exhaustive("experts of two stages")])
+def test_copies_divide_the_experts_of_packed_rows(plan, stage_pool, tmp_path) -> None:
+    """Tokens of all documents travel together; losses are those of one process that has each document alone."""
+    model = {"hf": "qwen3_moe", "config": {**EXPERTS["qwen3_moe"], "vocab_size": 90, "max_position_embeddings": 64}}
+    path = documents(tmp_path / "rows.npz")
+    done = drive(packed_job(path, plan, model=model), stage_pool, tmp_path / "run")
+    right = one_process(packed_job(path, "alone", model=model), tmp_path / "run" / "data")
+    assert [*done.losses, *done.val_losses] == pytest.approx(right, abs=1e-9, rel=0)
 
 
 def test_copies_divide_rows_that_were_packed_before(stage_pool, tmp_path) -> None:
