@@ -92,8 +92,8 @@ def _crossing(name: str, tensor: CutTensor) -> Crossing:
 
 VARYING = "its samples differ in length, and slices of a micro-batch are of one length"
 
-PACKED = "its rows hold several documents, and what parts of them take is known for a job that gives its context alone"
-"""A mask of whole rows is computed for that; see ``CapturedModel.in_parts``."""
+PACKED = "its rows hold several documents, and what parts of these take is computed for jobs that give parallel.context"
+"""Masks of whole rows have to be computed for it, which is slow; see ``CapturedModel.in_parts``."""
 
 DROPPING = (
     "its attention drops weights, and what slices take then is not computed: switch that off (attn_pdrop, "

@@ -188,7 +188,8 @@ def _check_context(profile: Profile, copies: int, given: Mapping[str, Any]) -> N
     if profile.slicing is None:
         raise SpecError("parallel.context", "the profile does not say how sequences may be cut", "measure it again")
     if profile.slicing.refused:
-        raise SpecError("parallel.context", profile.slicing.refused, "use context: 1, or give the whole plan")
+        fix = "use context: 1, give the whole plan, or, where the profile is of a job without context, measure it again"
+        raise SpecError("parallel.context", profile.slicing.refused, fix)
     check_chunks(profile.slicing.positions, copies)
 
 
